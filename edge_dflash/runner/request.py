@@ -17,7 +17,7 @@ from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.controls import Controls, Interrupted, Pace, Patience
 from edge_dflash.decode.grammar.compiled import Grammar, compile_form
-from edge_dflash.decode.grammar.lark_text import Form, beside_form, call_grammar, tool_grammar
+from edge_dflash.decode.grammar.lark_text import AnswerForm, beside_form, call_grammar, tool_grammar
 from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.options import Options, Request, Task, admit, as_messages, token_ids
@@ -315,7 +315,11 @@ def _with_calls(options: Options, tools: Sequence[Tool], tokenizer: Tokenizer) -
     try:
         if what == "strict":
             return call_grammar(tools, dialect)
-        form = Form("schema", schema_json(options.schema)) if options.regex is None else Form("regex", options.regex)
+        form = (
+            AnswerForm("schema", schema_json(options.schema))
+            if options.regex is None
+            else AnswerForm("regex", options.regex)
+        )
         return beside_form(tools, dialect, form)
     except RequestError as error:
         raise RequestError(f"{what} and tools are given: {error}; {remedy}") from None

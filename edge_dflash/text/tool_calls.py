@@ -228,7 +228,7 @@ def _both(some: set[str], others: set[str]) -> set[str]:
 
 
 def _referred(place: object, shared: Mapping[str, Any]) -> object:
-    """The definition that a ``$ref`` names; None when there is none."""
+    """The definition that a ``$ref`` names; None for an unknown one."""
     folder, _, name = str(place).removeprefix("#/").partition("/")
     return shared.get(folder, {}).get(name)
 

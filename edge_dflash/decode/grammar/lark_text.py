@@ -49,6 +49,7 @@ _LEXICON = re.compile(
 _WHOLE = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions", *ANNOTATIONS))
 _TEXT = frozenset(("type", "enum", "const", "pattern", "format", "contentEncoding", "minLength", "maxLength"))
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # of a regex: escape, class, character
+_BRANCHES = 200  # of anyOf that are looked into for one parameter: they multiply, and may lead to themselves
 _UNTYPED = frozenset(("type", "anyOf", *ANNOTATIONS))
 
 
@@ -122,7 +123,7 @@ def tool_grammar(tools: Sequence[Tool], dialect: Dialect) -> str:
     return _checked(f"start: <tool_call> ({bodies}) </tool_call>", rules, "a forced call; choose one by name, or")
 
 
-def beside_form(tools: Sequence[Tool], dialect: Dialect, form: Form) -> str:
+def beside_form(tools: Sequence[Tool], dialect: Dialect, form: AnswerForm) -> str:
     """The grammar of one or more calls, as a model writes them in a row, or of the form. Raises RequestError.
 
     A call of a tool that is not strict is held to its name alone where its schema could not be enforced.
@@ -139,7 +140,7 @@ def call_grammar(tools: Sequence[Tool], dialect: Dialect) -> str:
 
 
 @dataclass(frozen=True)
-class Form:
+class AnswerForm:
     """The form of an answer that may be calls instead: ``text`` is a schema as JSON, or a regular expression."""
 
     kind: Literal["schema", "regex"]
@@ -275,10 +276,11 @@ def _parameter(rule: str, key: str, schema: Any, shared: dict[str, Any], dialect
         )
 
 
-def _values(schema: Any, shared: dict[str, Any]) -> list[Any] | None:
-    """All values of a schema that names them; None when it does not."""
+def _values(schema: Any, shared: dict[str, Any], left: Iterator[int] | None = None) -> list[Any] | None:
+    """All values of a schema that names them; None when it does not, or in more branches than ``left`` counts."""
+    left = iter(range(_BRANCHES)) if left is None else left
     schema = followed(schema, shared)
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict) or next(left, None) is None:
         return None
     rules = {key for key in schema if key not in ANNOTATIONS and not key.startswith("x-")}
     if rules <= {"enum", "type"} and "enum" in rules:
@@ -289,8 +291,12 @@ def _values(schema: Any, shared: dict[str, Any]) -> list[Any] | None:
     if rules == {"type"} and schema["type"] == "null":
         return [None]
     if rules == {"anyOf"}:
-        options = [_values(option, shared) for option in schema["anyOf"]]
-        return None if None in options else [value for option in options for value in option or ()]
+        values = list[Any]()
+        for option in schema["anyOf"]:
+            if (found := _values(option, shared, left)) is None:
+                return None
+            values += found
+        return values
     return None
 
 
@@ -328,13 +334,15 @@ def _in_ascii(piece: str) -> str:
     return {"\\d": "[0-9]", "\\D": "[^0-9]", "\\w": "[a-zA-Z0-9_]", "\\W": "[^a-zA-Z0-9_]"}.get(piece, piece)
 
 
-def _is_bare(schema: Any, shared: dict[str, Any]) -> bool:
-    """Whether a schema says nothing but types."""
+def _is_bare(schema: Any, shared: dict[str, Any], left: Iterator[int] | None = None) -> bool:
+    """Whether a schema says nothing but types, in no more branches than ``left`` counts."""
+    left = iter(range(_BRANCHES)) if left is None else left
     schema = followed(schema, shared)
     if not isinstance(schema, dict):
         return schema is True
-    bare = all(key in _UNTYPED or key.startswith("x-") for key in schema)
-    return bare and all(_is_bare(option, shared) for option in schema.get("anyOf", ()))
+    if next(left, None) is None or not all(key in _UNTYPED or key.startswith("x-") for key in schema):
+        return False
+    return all(_is_bare(option, shared, left) for option in schema.get("anyOf", ()))
 
 
 def _written(value: Any) -> str:
