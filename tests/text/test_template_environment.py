@@ -162,7 +162,7 @@ def changed(tmp_path, **changes):
 def test_truncation_and_padding_of_a_training_run_change_no_prompt(tmp_path):
     whole = changed(tmp_path / "whole").encode("a" * 100)
     cut = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
-    pad = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    pad = {"strategy": {"Fixed": 10**4}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
     assert (
         changed(tmp_path / "cut", truncation=cut, padding={**pad, "pad_to_multiple_of": None}).encode("a" * 100)
         == whole
