@@ -21,7 +21,7 @@ from edge_dflash.board.profiles import largest_board
 from edge_dflash.builder.card import DrafterCard, read_card
 from edge_dflash.builder.choose import Choice, choose, decide_lanes, decide_native
 from edge_dflash.builder.engines import decide_engines, expanded_weights
-from edge_dflash.builder.inputs import COPIED_FILES, fingerprints, read_checkpoints, read_tokenizer, unread_tower
+from edge_dflash.builder.inputs import copied_files, fingerprints, read_checkpoints, read_tokenizer, unread_tower
 from edge_dflash.builder.journal import check_free
 from edge_dflash.builder.scales import ScaleDecisions, decide_scales
 from edge_dflash.bundle.manifest import EngineFiles, FileEntry, SourceFile
@@ -149,7 +149,6 @@ def decide(config: BuildConfig) -> Decisions:
         "config": json.dumps([choice.arch.name, choice.backends, max_context, chunk, lanes]),
         **choices(recipe, scales, tools),
     }
-    names = COPIED_FILES if tokenizer is not None else ()
     return Decisions(
         config=config,
         choice=choice,
@@ -164,7 +163,7 @@ def decide(config: BuildConfig) -> Decisions:
         prefill_chunk=chunk,
         lanes=lanes,
         scales=scales,
-        tokenizer_files=tuple(path for name in names if is_there(path := config.target / name)),
+        tokenizer_files=copied_files(config.target) if tokenizer is not None else (),
         sources=sources,
         tools=tools,
         engines=engines,

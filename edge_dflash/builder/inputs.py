@@ -11,11 +11,11 @@ from edge_dflash.common.files import is_there, open_regular
 from edge_dflash.errors import BundleError, CheckpointError
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.model.vision_config import FILE, FLAT_FILE
-from edge_dflash.text.tokenizer import TOKENIZER_FILES, Tokenizer
+from edge_dflash.text.template_files import TOKENIZER_FILES, read_object, read_templates, tokenizer_files
+from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.checkpoint import PairCheckpoint, checkpoint_pair
 
-COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")  # into tokenizer/ of the bundle
-_CONFIG_FILES = ("config.json", "hf_quant_config.json", "model.safetensors.index.json", *COPIED_FILES)
+_CONFIG_FILES = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
 _IMAGE_FILES = (FLAT_FILE, FILE)
 _HEAD = 1 << 20  # bytes of a file that its fingerprint covers, besides its size: configs whole, shards their header
 
@@ -36,6 +36,12 @@ def unread_tower(target: Path, pair: PairSpec, store: PairCheckpoint, text_only:
     )
 
 
+def copied_files(directory: Path) -> tuple[Path, ...]:
+    """Files of a checkpoint, or of tokenizer/ of a bundle, that tokenizer/ of a bundle has."""
+    generation = directory / "generation_config.json"
+    return (*tokenizer_files(directory), *([generation] if is_there(generation) else ()))
+
+
 def read_tokenizer(target: Path, pair: PairSpec) -> tuple[Tokenizer | None, tuple[str, ...]]:
     """Return the target's tokenizer, if it has one, and warnings."""
     file = target / TOKENIZER_FILES[0]
@@ -46,8 +52,20 @@ def read_tokenizer(target: Path, pair: PairSpec) -> tuple[Tokenizer | None, tupl
     except BundleError as error:  # its remedies are those of a bundle
         what = str(error).rpartition("; ")[0] or str(error)
         raise CheckpointError(f"{what}; download the tokenizer's files again") from None
-    warning = check_mask_token(tokenizer, file, pair)
-    return tokenizer, (warning,) if warning else ()
+    found = (check_mask_token(tokenizer, file, pair), _no_chats(target, tokenizer))
+    return tokenizer, tuple(warning for warning in found if warning)
+
+
+def _no_chats(target: Path, tokenizer: Tokenizer) -> str | None:
+    """A warning about chats that are all refused."""
+    if tokenizer.flaw is not None:
+        return f"{target}: {tokenizer.flaw}: chats are refused until it is corrected; texts and token ids are taken"
+    if tokenizer.template is not None:
+        return None
+    path = target / "tokenizer_config.json"
+    others = read_templates(target, read_object(path) if is_there(path) else {})
+    named = f" by default (it has {', '.join(sorted(others))})" if others else ""
+    return f"{target} has no chat template{named}: chats are refused, texts and token ids are taken as they are"
 
 
 def check_mask_token(tokenizer: Tokenizer, where: Path, pair: PairSpec) -> str | None:
@@ -82,6 +100,7 @@ def fingerprints(target: Path, drafter: Path | None, *, sees: bool) -> tuple[tup
     stamps: dict[str, str] = {}
     for model, directory in [("target", target)] + ([("drafter", drafter)] if drafter else []):
         names = [name for name in (*_CONFIG_FILES, *(_IMAGE_FILES if sees else ())) if is_there(directory / name)]
+        names += [path.relative_to(directory).as_posix() for path in copied_files(directory)]
         names += sorted(path.name for path in directory.glob("*.safetensors"))
         for name in names:
             with open_regular(directory / name) as file:

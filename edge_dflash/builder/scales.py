@@ -82,10 +82,10 @@ def decide_scales(
     missing_inputs = tuple(name for name in linears if name not in inputs)
     if tokenizer is not None and allowed and (missing_kv or missing_inputs):
         limit = min(recipe.calibration.tokens, pair.target.max_position_embeddings - pair.rows)
-        ids = _prompt_ids(recipe.calibration.path, tokenizer, limit)
+        ids, refused = _prompt_ids(recipe.calibration.path, tokenizer, limit)
         digest = hashlib.sha256(read_bytes(recipe.calibration.path, LARGE)).hexdigest()
         known = BuildScales(kv, inputs, stored, len(ids), digest, recipe.calibration.margin)
-        return ScaleDecisions(known, missing_kv, missing_inputs, ids), ()
+        return ScaleDecisions(known, missing_kv, missing_inputs, ids), refused
     why = "the target has no tokenizer.json" if tokenizer is None else "calibration is switched off"
     if missing_inputs:
         raise BuildError(
@@ -138,18 +138,25 @@ class _LayerByLayer:
         return self._store.kv_scale(state)
 
 
-def _prompt_ids(path: Path, tokenizer: Tokenizer, limit: int) -> tuple[int, ...]:
-    prompts = read_prompts(path)
+def _prompt_ids(path: Path, tokenizer: Tokenizer, limit: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Ids of the prompts, and a warning about those that the chat template refuses: they are their text alone."""
+    prompts, refused = read_prompts(path), list[str]()
 
     def encode_chat(messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
-        if tokenizer.template is None:
-            return tokenizer.encode("\n\n".join(message["content"] for message in messages))
-        return tokenizer.encode_chat(messages)
+        if tokenizer.template is not None:
+            try:
+                return tokenizer.encode_chat(messages)
+            except RequestError as error:
+                refused.append(str(error))
+        return tokenizer.encode_text("\n\n".join(message["content"] for message in messages))
 
     try:
-        return calibration_ids(prompts, encode_chat, limit)
+        ids = calibration_ids(prompts, encode_chat, limit)
     except RequestError as error:
         raise BuildError(f"{path}: {error}; correct the prompts, or build with --no-calibrate") from None
+    if not refused:
+        return ids, ()
+    return ids, (f"{len(refused)} prompts of {path.name} calibrate as plain text, without turns: {refused[0]}",)
 
 
 def _input_scale(weight: Weight) -> float | None:

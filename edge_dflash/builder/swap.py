@@ -14,7 +14,7 @@ from edge_dflash.board.profiles import named_arch
 from edge_dflash.builder.card import read_card
 from edge_dflash.builder.choose import Choice, choose, decide_native
 from edge_dflash.builder.decide import BuildConfig, Decisions, check_output, check_space, choices
-from edge_dflash.builder.inputs import COPIED_FILES, check_mask_token, fingerprints
+from edge_dflash.builder.inputs import check_mask_token, copied_files, fingerprints
 from edge_dflash.builder.scales import decide_scales
 from edge_dflash.bundle.manifest import MANIFEST, Manifest, SourceFile, fingerprint
 from edge_dflash.bundle.parts import Part, bundle_parts
@@ -111,7 +111,7 @@ def decide_swap(config: BuildConfig) -> Decisions:
         prefill_chunk=manifest.prefill_chunk,
         lanes=config.lanes or manifest.lanes,
         scales=scales,
-        tokenizer_files=tuple(p for n in COPIED_FILES if is_there(p := bundle.path / "tokenizer" / n)),
+        tokenizer_files=copied_files(bundle.path / "tokenizer"),
         sources=sources,
         tools=tools,
         engines=None,

@@ -35,6 +35,7 @@ from edge_dflash.common.files import open_regular
 from edge_dflash.common.progress import Progress, Stage, shown
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError, CheckpointError
+from edge_dflash.text.template_files import FOLDER
 from edge_dflash.version import __version__
 from edge_dflash.weights.words import words_of
 
@@ -80,7 +81,7 @@ def _fill(decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
     files = {CALIBRATION: work.add(CALIBRATION, _measured(decided, progress))}
     scales = load_scales((work.staging / CALIBRATION).read_bytes())
     for source in decided.tokenizer_files:
-        name = f"tokenizer/{source.name}"
+        name = f"tokenizer/{FOLDER}/{source.name}" if source.parent.name == FOLDER else f"tokenizer/{source.name}"
         files[name] = work.add(name, _content(source))
     stage = Stage(progress, "weights", decided.size)
     # each thread converts other rows, with torch on itself alone: torch's own threads wait for each other

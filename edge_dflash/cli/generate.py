@@ -44,7 +44,7 @@ FLAGS: dict[str, tuple[str | None, str]] = {
     "grammar": ("FILE|TEXT", "The answer matches this Lark grammar: a file, or 'start: ...'."),
     "deadline": ("SECONDS", "End in this time, with what is there by then; loading is not counted."),
     "max_new_tokens": ("N", "Token budget; default: what the context holds."),
-    "temperature": ("T", "0 takes the best token each time."),
+    "temperature": ("T", "0, and below 0.0001, takes the best token each time."),
     "top_k": ("K", "Draw from the K best tokens; 0: from all."),
     "top_p": ("P", "Draw from the best tokens of this probability mass."),
     "seed": ("N", "Makes a drawn answer repeatable."),

@@ -17,7 +17,7 @@ from edge_dflash.decode.sampling import MOST_ALTERNATIVES, Sampling
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.text.images import with_parts
 from edge_dflash.text.template import Message
-from edge_dflash.text.tool_calls import Tool, chosen_tools
+from edge_dflash.text.tool_calls import Tool, chosen_tools, function_of, is_strict
 
 Task: TypeAlias = str | Sequence[Message] | Sequence[int]
 
@@ -60,6 +60,8 @@ def _tools(value: Any) -> Any:
     tools = rules.sequence_of(Mapping)(value)
     for tool in tools:  # one by one, so that other threads run between
         json.dumps(tool, default=dict)  # templates write them
+        if not isinstance(function_of(tool).get("strict"), bool | None):
+            raise TypeError
     return tools
 
 
@@ -88,7 +90,9 @@ OPTIONS = {
     "thinking": _FLAG,
     "raw": _FLAG,
     "relaxed": Rule(_relaxed, "True, False or a Relaxation"),
-    "tools": Rule(rules.optional(_tools), "a list of tools in OpenAI form, of plain JSON values, or None"),
+    "tools": Rule(
+        rules.optional(_tools), "a list of tools in OpenAI form, of plain JSON values, strict True or False, or None"
+    ),
     "tool_choice": Rule(rules.text, "auto, none, required, or the name of one of the tools"),
     "speculative": _FLAG,
     "draft_confidence": Rule(rules.number(*CONFIDENCES), "a number from 0 to 1"),
@@ -114,7 +118,7 @@ class Options:
     whitespace: bool = False  # True: JSON may have blanks outside strings
     deadline: float | None = None  # seconds from the call, waiting in the queue included; None: no bound
     max_new_tokens: int | None = None  # None: until a stop token or the end of the usable context
-    temperature: float = 0.0  # 0: the best token each time
+    temperature: float = 0.0  # 0, and below 0.0001: the best token each time
     top_k: int = 0  # 0: no limit
     top_p: float = 1.0  # 1: no limit
     seed: int = 0  # makes a drawn answer repeatable
@@ -137,9 +141,16 @@ class Options:
         given_values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in rules.checked(OPTIONS, given_values).items():
             object.__setattr__(self, name, value)
-        _ = self.sampling  # refuses bad values
+        object.__setattr__(self, "temperature", self.sampling.temperature)  # refuses bad values
         if len(given := [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]) > 1:
             raise RequestError(f"{' and '.join(given)} are given; give one of schema, regex and grammar")
+        if self.grammar is not None and self.tools and self.tool_choice == "auto" and "<tool_call>" not in self.grammar:
+            raise RequestError(
+                "grammar and tools are given, but the grammar leaves no call: name <tool_call> and </tool_call> in it, "
+                "or give tool_choice none"
+            )
+        if self.raw and self.thinking:
+            raise RequestError("raw and thinking are given, but only a chat template opens thinking; give one of them")
         if self.raw and self.tools:
             raise RequestError("raw and tools are given, but only a chat template describes tools; give one of them")
         if self.tool_choice == "none":
@@ -175,9 +186,19 @@ class Options:
         return chosen_tools(self.tools or (), self.tool_choice)
 
     @property
-    def constrained(self) -> bool:
-        """Whether the answer has a form."""
+    def strict_calls(self) -> bool:
+        """Whether the answer is free but for its calls: that of a strict tool satisfies its schema."""
+        return not self.formed and any(map(is_strict, self.tools or ()))
+
+    @property
+    def formed(self) -> bool:
+        """Whether the answer has a form as a whole."""
         return bool(self.forced_tools) or any(form is not None for form in (self.schema, self.regex, self.grammar))
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar takes part in the answer."""
+        return self.formed or self.strict_calls
 
 
 def token_ids(task: Sequence[Any]) -> tuple[int, ...]:

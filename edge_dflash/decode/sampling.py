@@ -38,7 +38,10 @@ MIN_TEMPERATURE = 1e-4  # below, logits divided by it leave the range in which n
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 do not filter; top_k applies before top_p."""
+    """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 do not filter; top_k applies before top_p.
+
+    A temperature below MIN_TEMPERATURE is 0.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -57,8 +60,10 @@ class Sampling:
                 raise RequestError(
                     f"{name} is {getattr(self, name)!r}; give a number{'' if float in kinds else ' without a fraction'}"
                 )
-        if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature < float("inf"):
-            raise RequestError(f"temperature is {self.temperature}; give 0 (greedy) or at least {MIN_TEMPERATURE}")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise RequestError(f"temperature is {self.temperature}; give 0 (greedy) or more")
+        if self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         if self.top_k < 0:
             raise RequestError(f"top_k is {self.top_k}; give 0 (no limit) or a positive count")
         if not 0.0 < self.top_p <= 1.0:

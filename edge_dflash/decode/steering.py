@@ -216,6 +216,79 @@ class AfterThinking:
         return _read_only(allowed)
 
 
+class InCalls:
+    """Everything may come until a token opens a call: ``call`` begins there, and ends with the token that closes it.
+
+    Inside a thinking span, which ``thinks`` opens and closes, the tokens of calls are text.
+    """
+
+    def __init__(
+        self, call: Callable[[], Constraint], opens: int, closes: int, thinks: tuple[int, int] | None, *, thinking: bool
+    ) -> None:
+        """``call`` gives a constraint at its start; ``thinking``: the answer begins inside a thinking span."""
+        self._make = call
+        self._call: Constraint | None = None  # that of the call that is open, or of the next one
+        self._opens, self._closes, self._thinks = opens, closes, thinks
+        self._state = _THINKING if thinking else _FREE
+
+    def walk(self, free: Sequence[int], ask: Ask) -> list[int]:
+        """See Constraint. Drafts behind the end of a call come with the next cycle."""
+        row, state = 0, self._state
+        while row < len(free) and state != _CALLING:
+            state = self._next(state, free[row])
+            row += 1
+        if row == len(free):
+            return list(free)
+        inner = self._inner().walk(free[row:], lambda at, mask: ask(row + at, mask))
+        return [*free[:row], *inner[: self._end(inner)]]
+
+    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
+        """See Constraint."""
+        state = self._state
+        masks: list[Packed | None] = []
+        for row in range(len(drafts) + 1):
+            if state == _CALLING:
+                inner = drafts[row:][: self._end(drafts[row:])]
+                ended = bool(inner) and inner[-1] == self._closes
+                masks += self._inner().masks(inner[:-1] if ended else inner)
+                return [*masks, None] if ended and len(masks) == row + len(inner) else masks
+            masks.append(None)
+            if row < len(drafts):
+                state = self._next(state, drafts[row])
+        return masks
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See Constraint."""
+        at = 0
+        while at < len(tokens):
+            if self._state != _CALLING:
+                self._state = self._next(self._state, tokens[at])
+                at += 1
+                continue
+            inner = tokens[at:][: self._end(tokens[at:])]
+            self._inner().advance(inner)
+            at += len(inner)
+            if inner[-1] == self._closes:
+                self._state, self._call = _FREE, None
+
+    def _inner(self) -> Constraint:
+        self._call = self._call or self._make()
+        return self._call
+
+    def _next(self, state: str, token: int) -> str:
+        """The state behind a token that is no part of a call."""
+        if self._thinks is not None and token == self._thinks[state == _THINKING]:
+            return _FREE if state == _THINKING else _THINKING
+        return _CALLING if token == self._opens and state == _FREE else state
+
+    def _end(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens belong to the call: those up to the one that closes it."""
+        return next((at + 1 for at, token in enumerate(tokens) if token == self._closes), len(tokens))
+
+
+_FREE, _THINKING, _CALLING = "free", "thinking", "calling"
+
+
 def _read_only(allowed: Mask) -> Packed:
     words = pack(allowed)
     words.flags.writeable = False

@@ -81,7 +81,8 @@ class Planning(Generic[S]):
         ``options`` (:class:`~edge_dflash.decode.options.Options` lists them with their defaults):
 
         - form: ``schema`` (JSON Schema or Pydantic model), ``regex`` or ``grammar`` (Lark); at most one. An answer that
-          ends by itself satisfies it. With thinking, the form begins behind it. ``whitespace``: blanks in JSON.
+          ends by itself satisfies it, or with ``tools`` is calls. With thinking, the form begins behind it.
+          ``whitespace``: blanks in JSON.
         - bounds: ``deadline`` in seconds from now, waiting included: no pass starts that is not expected to end in
           time, and what was committed is the plan. ``max_new_tokens``. ``stop``: texts before which the answer ends.
         - choice: ``temperature``, ``top_k``, ``top_p``, ``seed``. ``logprobs``: how likely the model held each token

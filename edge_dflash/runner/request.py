@@ -10,18 +10,19 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.controls import Controls, Interrupted, Pace, Patience
 from edge_dflash.decode.grammar.compiled import Grammar, compile_form
-from edge_dflash.decode.grammar.lark_text import tool_grammar
+from edge_dflash.decode.grammar.lark_text import AnswerForm, beside_form, call_grammar, tool_grammar
 from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.options import Options, Request, Task, admit, as_messages, token_ids
 from edge_dflash.decode.pictured import Placed
-from edge_dflash.decode.steering import AfterThinking, Constraint
+from edge_dflash.decode.steering import AfterThinking, Constraint, InCalls
 from edge_dflash.errors import RequestError
 from edge_dflash.result import Plan
 from edge_dflash.runner.looking import ImageReader, Placing, Shown, read_images
@@ -37,6 +38,7 @@ from edge_dflash.text.chat import (
 )
 from edge_dflash.text.template import Message
 from edge_dflash.text.tokenizer import Tokenizer
+from edge_dflash.text.tool_calls import Tool
 
 _PROBE = "\ue000"  # private use: no message begins with it
 _MARK = "\ue000\ue001\ue002"  # stands for an answer when the text behind it is looked for
@@ -171,7 +173,11 @@ def _without_template(tokenizer: Tokenizer, task: Task, options: Options) -> tup
         if not isinstance(task, str):
             raise RequestError("raw is given with messages; give one text, or leave raw out")
         return tokenizer.encode(task)
-    return tokenizer.encode_text(task) if isinstance(task, str) and tokenizer.template is None else None
+    if not isinstance(task, str) or (tokenizer.tool_template if options.tools else tokenizer.template) is not None:
+        return None
+    if options.tools:
+        raise RequestError("this model has no chat template, which describes tools; leave tools out")
+    return tokenizer.encode_text(task)
 
 
 def as_said(model: Model, task: Task) -> list[Message]:
@@ -223,10 +229,22 @@ class Prepared(Request):
     def _constraint(self, patience: Patience, tokenizer: Tokenizer) -> Constraint | None:
         if self.form is None:
             return None
+        markers, thinking = Markers.of(tokenizer), thinking_is_open(self.prompt, tokenizer)
+        if self.options.strict_calls:
+            assert markers.tool_call is not None
+            assert markers.end_tool_call is not None
+            ends = (markers.think, markers.end_think)
+            return InCalls(
+                partial(self.form.constraint, patience),
+                markers.tool_call,
+                markers.end_tool_call,
+                None if ends[0] is None or ends[1] is None else (ends[0], ends[1]),
+                thinking=thinking,
+            )
         inner = self.form.constraint(patience)
-        if not thinking_is_open(self.prompt, tokenizer):
+        if not thinking:
             return inner
-        close = Markers.of(tokenizer).end_think
+        close = markers.end_think
         return AfterThinking(
             inner,
             () if close is None else (close,),
@@ -273,8 +291,8 @@ def _form(model: Model, options: Options, stop: tuple[int, ...], patience: Patie
         return None
     tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
     size = model.backend.shape.vocab_size
-    if tools := options.forced_tools:
-        source = Source("tools", tool_grammar(tools, dialect_of(tokenizer)), False, size)
+    if options.tools and options.grammar is None:
+        source = Source("tools", _with_calls(options, options.tools, tokenizer), options.whitespace, size)
     elif options.regex is not None:
         source = Source("regex", options.regex, False, size)
     elif options.grammar is not None:
@@ -282,6 +300,29 @@ def _form(model: Model, options: Options, stop: tuple[int, ...], patience: Patie
     else:
         source = Source("schema", schema_json(options.schema), options.whitespace, size)
     return compile_form(source, tokenizer, stop, patience, options.caller)
+
+
+def _with_calls(options: Options, tools: Sequence[Tool], tokenizer: Tokenizer) -> str:
+    """The grammar of an answer that is a call, or may be one or hold some."""
+    if forced := options.forced_tools:
+        return tool_grammar(forced, dialect_of(tokenizer))
+    what = "regex" if options.regex is not None else "schema" if options.schema is not None else "strict"
+    remedy = "leave strict out" if what == "strict" else f"leave tools or {what} out, or give tool_choice none"
+    try:
+        dialect = dialect_of(tokenizer)
+    except RequestError as error:  # its remedy is that of a forced call
+        raise RequestError(f"{what} and tools are given: {str(error).rpartition(';')[0]}; {remedy}") from None
+    try:
+        if what == "strict":
+            return call_grammar(tools, dialect)
+        form = (
+            AnswerForm("schema", schema_json(options.schema))
+            if options.regex is None
+            else AnswerForm("regex", options.regex)
+        )
+        return beside_form(tools, dialect, form)
+    except RequestError as error:
+        raise RequestError(f"{what} and tools are given: {error}; {remedy}") from None
 
 
 def _relaxation(model: Model, options: Options, prompt: Sequence[int]) -> Relaxation | None:

@@ -26,8 +26,8 @@ from edge_dflash.serve.completions import HELLO
 from edge_dflash.serve.config import ServeConfig
 from edge_dflash.serve.fields import BodyFields, Refusal, dump, json_response, refusal, session_name
 from edge_dflash.serve.limits import Guard, Keys, read_body, turn
+from edge_dflash.serve.messages import check_results, read_messages
 from edge_dflash.serve.metrics import CONTENT_TYPE
-from edge_dflash.serve.openai import read_messages
 from edge_dflash.serve.openapi import (
     COUNT,
     FLAG,
@@ -109,6 +109,7 @@ def _encoded(body: Mapping[str, Any], config: ServeConfig) -> tuple[Any, bool, b
     if (text := given.text("text", facts={"pattern": r"\S"})) is None:
         given.also({"properties": {"text": {"type": "null"}}}, variant="messages")
         task: Any = read_messages(given, "give messages, or a text")
+        check_results(task)
     else:
         given.also({"required": ["text"], "properties": {"text": TEXT}}, variant="text")
         given.only("messages", why="text is given too; give one of them")

@@ -23,6 +23,7 @@ from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
 from edge_dflash.serve.choices import merged, span
 from edge_dflash.serve.fields import Refusal, dump, json_response
 from edge_dflash.serve.limits import SMALL, read_body, turn
+from edge_dflash.serve.messages import check_results
 from edge_dflash.serve.openai import Call, chat_call, completion_call
 from edge_dflash.serve.openapi import RUNS, STORED, WITH_BODY, Operations, Read, ref
 from edge_dflash.serve.replies import Writer
@@ -71,6 +72,8 @@ class Running:
             if (tokenizer := planner.tokenizer) is None:
                 raise Refusal("this model has no tokenizer; give token ids as the prompt", param="prompt")
             task = tokenizer.encode(task) if call.options.get("raw") else tokenizer.encode_text(task)
+        if call.chat and session is not None:
+            check_results(task, session.messages)
         options = call.options.copy()
         caller = options.get("caller")
         options["caller"] = f"{self._account}/{caller}" if caller else self._account
@@ -229,8 +232,14 @@ class _GoneError(Exception):
 
 # Routes ---------------------------------------------------------------------------------------------------------------
 
-HELLO = [{"role": role, "content": "x"} for role in ("system", "developer", "user", "assistant", "tool")]
-_CALLS: dict[str, Any] = {"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}
+_CALLED = {"tool_calls": [{"id": "x", "function": {"name": "f", "arguments": "{}"}}], "tool_call_id": "x"}
+_ROLES = {"system": (), "developer": (), "user": (), "assistant": ("tool_calls",), "tool": ("tool_call_id",)}
+HELLO = [{"role": role, "content": "x", **{key: _CALLED[key] for key in keys}} for role, keys in _ROLES.items()]
+_CALLS: dict[str, Any] = {
+    "tools": [{"function": {"name": "f"}}],
+    "tool_choice": "required",
+    "chat_template_kwargs": {},
+}
 _FORMS = ({"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}})
 _SAMPLES = tuple({"stream": True, "stream_options": {}, "edge_dflash": {}, "response_format": form} for form in _FORMS)
 _REFUSALS = {**WITH_BODY, **RUNS, **STORED}

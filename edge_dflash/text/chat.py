@@ -100,7 +100,7 @@ def render_conversation(
             raise RequestError(
                 f'tool {index} has no name; give {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}'
             )
-    if tokenizer.template is not None and "tools" not in tokenizer.template.names:
+    if tokenizer.tool_template is not None and "tools" not in tokenizer.tool_template.names:
         raise RequestError("the chat template of this model takes no tools; describe them in a message instead")
     return tokenizer.render_pieces(prepared, tools=[dict(tool) for tool in tools], **variables)
 

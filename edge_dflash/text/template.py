@@ -25,7 +25,8 @@ Message = Mapping[str, Any]  # {"role": ..., "content": ...}, passed to the chat
 
 SOURCE_CHARS = 1 << 20  # of a template
 TEXT_CHARS = 8 << 20  # of a prompt
-CPU_SECONDS = 2.0  # of one render, compiling included
+CPU_SECONDS = 2.0  # of a processor, for one render, compiling included
+WALL_SECONDS = 3 * CPU_SECONDS  # for one answer: on a busy machine processor time takes long to come
 MEMORY_BYTES = 512 << 20  # address space of the process that renders
 _ROLE = re.compile(r"[A-Za-z0-9_-]+")
 # Noncharacters of Unicode, two by two: marks are made of two that the messages do not hold.
@@ -69,11 +70,12 @@ class BoundError(RequestError):
 class ChatTemplate:
     """A Jinja template that turns messages into the prompt text of a model, run in a sandbox.
 
-    The environment is the one that published templates are written for: blocks trimmed, loop controls,
-    ``raise_exception(message)`` and a ``tojson`` that does not escape HTML. ``names`` are the variables that it reads.
+    The environment is that of transformers, which published templates are written for: blocks trimmed, loop controls, a
+    tag ``generation``, ``raise_exception(message)``, ``strftime_now(format)`` and a ``tojson`` that does not escape
+    HTML. ``names`` are the variables that it reads.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str], where: str) -> None:
+    def __init__(self, source: str, variables: Mapping[str, Any], where: str) -> None:
         """Raise BundleError when it is no valid Jinja, or too large."""
         if len(source) > SOURCE_CHARS:
             raise BundleError(f"{where}: the chat template has {len(source)} characters, at most {SOURCE_CHARS}")
@@ -156,6 +158,9 @@ class _Process:
             process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None
+            late = threading.Timer(WALL_SECONDS, process.kill)
+            late.daemon = True
+            late.start()
             try:
                 process.stdin.write(head + body)
                 process.stdin.flush()
@@ -165,6 +170,8 @@ class _Process:
             except BaseException:  # an interrupt: what it answers now belongs to nobody
                 self.stop()
                 raise
+            finally:
+                late.cancel()
             if not line.endswith(b"\n"):
                 process.wait()
                 self.stop()

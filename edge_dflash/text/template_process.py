@@ -15,12 +15,15 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any
 
 import jinja2
 import jinja2.meta
 from jinja2 import nodes
+from jinja2.ext import Extension
 from jinja2.optimizer import optimize
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edge_dflash.common.processes import limit_memory, limited_time, obey_timers
@@ -69,12 +72,12 @@ class _Template:
     ``tokens`` are the control tokens, ``marks`` the two characters that marks are made of.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str], tokens: list[str], marks: str) -> None:
+    def __init__(self, source: str, variables: Mapping[str, Any], tokens: list[str], marks: str) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         self._marks = {token: mark(index, len(token), marks) for index, token in enumerate(tokens)}
         marked = self._marker()
         tree = environment.parse(source)
@@ -87,7 +90,12 @@ class _Template:
         for words in joined.find_all(nodes.TemplateData):
             words.data = marked(words.data)
         self._parses_thinking = "</think>" in source
-        self._variables = {name: marked(value) for name, value in variables.items()}
+        # those that transformers always gives, and the special tokens
+        self._variables: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": True}
+        self._variables |= {
+            name: marked(value) if isinstance(value, str) else [*map(marked, value)]
+            for name, value in variables.items()
+        }
         self._template = jinja2.Template.from_code(
             environment, environment.compile(joined), environment.make_globals({})
         )
@@ -95,7 +103,7 @@ class _Template:
     def render(self, given: dict[str, Any]) -> str:
         """The prompt, control tokens of the template as their marks."""
         messages = [self._with_thinking(message) for message in given.pop("messages")]
-        text = self._template.render({**self._variables, "messages": messages, "add_generation_prompt": True, **given})
+        text = self._template.render({**self._variables, "messages": messages, **given})
         if len(text) > TEXT_CHARS:
             raise ValueError(f"it writes {len(text)} characters, at most {TEXT_CHARS} are taken")
         return text
@@ -126,9 +134,31 @@ class _Template:
         return {**message, "content": thinking + closing + said}
 
 
-def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+class _Generation(Extension):
+    """``{% generation %}...{% endgeneration %}``, with which templates for training say what the model writes."""
+
+    tags = {"generation"}  # noqa: RUF012  # as the base class declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """What stands between the tags, as it is."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """JSON as templates expect it: Jinja's own filter would escape <, > and &."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(format: str) -> str:
+    """The local time."""
+    return datetime.now().strftime(format)
 
 
 def _raise_exception(message: str) -> None:

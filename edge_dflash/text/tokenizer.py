@@ -1,25 +1,25 @@
 """Text to token ids and back: the tokenizer, the chat template, and text that streams without broken characters.
 
-Read from the Hugging Face files ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
+Read from the files of a Hugging Face checkpoint (:mod:`edge_dflash.text.template_files`).
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
-from edge_dflash.common.files import SMALL, is_there, read_text
-from edge_dflash.errors import BundleError, RequestError, one_line
+from edge_dflash.common.files import is_there
+from edge_dflash.common.panics import refused
+from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.text.template import BoundError, ChatTemplate, Message
+from edge_dflash.text.template_files import DEFAULT, TOOL_USE, read, read_object, read_templates, special_tokens
 
 MAX_TOKENIZER = 128 << 20  # bytes of tokenizer.json; the largest published ones have about 35 MB
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 _REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are not (yet) a character
 _HARMLESS = (
@@ -30,7 +30,7 @@ _HARMLESS = (
 )
 _BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _BATCH = 64  # texts a call: other threads wait while it takes texts and gives results
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_TOOL = {"type": "function", "function": {"name": "x", "description": "x", "parameters": {"type": "object"}}}
 
 
 def _byte_characters() -> dict[str, int]:
@@ -50,31 +50,46 @@ class Tokenizer:
     :meth:`encode` reads it, :meth:`encode_text` does not, and in :meth:`encode_chat` only the template can write one.
     """
 
-    def __init__(self, tokenizer: HfTokenizer, template: ChatTemplate | None, eos: int | None) -> None:
+    def __init__(
+        self,
+        tokenizer: HfTokenizer,
+        template: ChatTemplate | None,
+        eos: int | None,
+        tool_template: ChatTemplate | None = None,
+    ) -> None:
+        """``tool_template``: of requests with tools; None: they have the same as others."""
         self._tokenizer = tokenizer
         self.template = template
+        self.tool_template = tool_template or template
+        self.flaw: str | None = None  # why the template writes no conversation at all
         self.eos_token_id = eos
         self._bytes: dict[int, bytes | None] = {}  # of tokens that were asked for
-        self._controls = _ControlTokens(tokenizer)
+        with _panics(BundleError, "the tokenizer cannot be used"):
+            self._controls = _ControlTokens(tokenizer)
 
     @classmethod
     def open(cls, directory: Path) -> Tokenizer:
-        """Read the tokenizer files of ``directory``, and render a conversation with the template if there is one.
+        """Read the tokenizer files of ``directory``, and render a conversation with the templates that there are.
 
         Raises BundleError when a file is missing or malformed, and for a template that takes too much time or memory,
         or builds its control tokens from parts: they would be text.
         """
-        tokenizer: HfTokenizer = _read(directory / "tokenizer.json", HfTokenizer.from_str, MAX_TOKENIZER)
+        with _panics(BundleError, f"{directory / 'tokenizer.json'} cannot be used"):
+            tokenizer: HfTokenizer = read(directory / "tokenizer.json", HfTokenizer.from_str, MAX_TOKENIZER)
+            tokenizer.no_truncation()  # of a training run, perhaps: a prompt is whole
+            tokenizer.no_padding()
         path = directory / "tokenizer_config.json"
-        config = _read(path, json.loads) if is_there(path) else {}
-        if not isinstance(config, dict):
-            raise BundleError(f"{path} holds {type(config).__name__}, wanted an object; build the bundle again")
-        special = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
+        config = read_object(path) if is_there(path) else {}
+        special = special_tokens(directory, config)
         eos = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
-        source = _template_source(directory, config)
-        template = ChatTemplate(source, special, str(directory)) if source is not None else None
-        opened = cls(tokenizer, template, eos)
-        opened._try_template(str(directory))
+        sources = read_templates(directory, config)
+        made = {
+            name: ChatTemplate(sources[name], special, str(directory))
+            for name in (DEFAULT, TOOL_USE)
+            if name in sources
+        }
+        opened = cls(tokenizer, made.get(DEFAULT), eos, made.get(TOOL_USE))
+        opened._try_templates(str(directory))
         return opened
 
     @property
@@ -125,13 +140,15 @@ class Tokenizer:
 
         Raises RequestError without a chat template.
         """
-        if self.template is None:
+        template = self.tool_template if variables.get("tools") else self.template
+        if template is None:
             raise RequestError("this model has no chat template; give plain text or token ids instead of messages")
-        return self.template.pieces(tuple(self._controls.ids), messages, **variables)
+        return template.pieces(tuple(self._controls.ids), messages, **variables)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, without special tokens."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        with _panics(RequestError, "the tokenizer cannot write this answer"):
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """Bytes of one token, which may be a part of a character; a special token's spelling, None without a token."""
@@ -145,21 +162,35 @@ class Tokenizer:
             self._bytes[token_id] = made
         return self._bytes[token_id]
 
-    def _try_template(self, where: str) -> None:
+    def _try_templates(self, where: str) -> None:
         """Raise BundleError for a template that harmless messages show to be unfit."""
-        for messages in (_HARMLESS, _HARMLESS[1:2]) if self.template is not None else ():
+        if self.template is not None:
+            self.flaw = self._try(where)
+        if self.tool_template is not self.template:
+            self._try(where, tools=[_TOOL])
+
+    def _try(self, where: str, **variables: object) -> str | None:
+        """Why the template refuses all of the harmless conversations; None when it takes one."""
+        why = None
+        for messages in (_HARMLESS, _HARMLESS[1:2]):
             try:
-                pieces = self.render_pieces(messages)
+                pieces = self.render_pieces(messages, **variables)
             except BoundError as error:
                 raise BundleError(f"{where}: {error}") from None
-            except RequestError:  # without system messages, for example
+            except RequestError as error:  # without system messages, for example
+                why = str(error)
                 continue
-            if self.encode("".join(pieces)) != self.encode_pieces(pieces):
+            try:
+                whole = self.encode("".join(pieces)) == self.encode_pieces(pieces)
+            except RequestError as error:  # not of these messages: no chat could be encoded
+                raise BundleError(f"{where}: {error}") from None
+            if not whole:
                 raise BundleError(
                     f"{where}: the chat template builds control tokens from parts, so that they cannot be told from "
                     "text; write them whole in chat_template.jinja"
                 )
-            return
+            return None
+        return why
 
 
 class _ControlTokens:
@@ -214,7 +245,8 @@ def _encode_all(tokenizer: HfTokenizer, texts: Sequence[str]) -> list[list[int]]
     for at in range(0, len(each), _BATCH):
         some = each[at : at + _BATCH]
         # the batch call lets other threads run meanwhile, which encode does not: a second for each MB
-        found = tokenizer.encode_batch_fast(some, add_special_tokens=False)
+        with _panics(RequestError, "the tokenizer cannot read this text"):
+            found = tokenizer.encode_batch_fast(some, add_special_tokens=False)
         ids.update(zip(some, (text.ids for text in found), strict=True))
     return [ids[text] for text in texts]
 
@@ -270,26 +302,6 @@ class Detokenizer:
         return self._decode([*self._context, *self._pending])[before:]
 
 
-def _read(path: Path, parse: Callable[[str], Any], most: int = SMALL) -> Any:
-    try:
-        return parse(read_text(path, most))
-    except Exception as error:  # the library of tokenizers raises bare Exception
-        why = error.strerror if isinstance(error, OSError) else None  # without the path, which is named beside it
-        raise BundleError(f"cannot read {path} ({one_line(why or error)}); build the bundle again") from None
-
-
-def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The template's text: its own file wins over tokenizer_config.json; a list of templates has a default."""
-    path = directory / "chat_template.jinja"
-    if is_there(path):
-        return str(_read(path, str))
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
-
-
-def _content(token: object) -> str:
-    """A special token is a string or an object with its ``content``."""
-    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
+def _panics(kind: Callable[[str], BundleError | RequestError], what: str) -> AbstractContextManager[None]:
+    """Errors of the library: a regular expression that backtracks for too long, a model without a token for a text."""
+    return refused(kind, what, "use the tokenizer.json of this model")

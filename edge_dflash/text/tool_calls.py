@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from edge_dflash.errors import RequestError
@@ -48,11 +49,12 @@ def parse_tool_call(text: str, call_id: str, tools: Sequence[Tool] | None = None
     """Read the text between ``<tool_call>`` and ``</tool_call>``.
 
     With ``tools``, a call of another function is malformed, and parameters written as plain text get the types that
-    the tool's schema gives them; without a type they stay text.
+    the tool's schema gives them; without a type they stay text. Nothing that was written is left out: a call with
+    something else than a name and its arguments is malformed, as is one without arguments of a tool that needs some.
     """
     body = text.strip()
     try:
-        name, arguments = _json_call(body) if body.startswith("{") else _tagged_call(body, tools)
+        name, arguments = _json_call(body, tools) if body.startswith("{") else _tagged_call(body, tools)
         if tools is not None and name not in (names := [str(function_of(tool).get("name")) for tool in tools]):
             raise _MalformedError(f"there is no tool {name!r}; there are {', '.join(names)}")
         return ToolCall(call_id, name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
@@ -60,22 +62,48 @@ def parse_tool_call(text: str, call_id: str, tools: Sequence[Tool] | None = None
         return MalformedToolCall(text, " ".join(str(error).split()))
 
 
-def _json_call(body: str) -> tuple[str, dict[str, Any]]:
+_ARGUMENTS = ("arguments", "parameters")  # as models of the family name them, and some that were trained on others
+
+
+def _json_call(body: str, tools: Sequence[Tool] | None) -> tuple[str, dict[str, Any]]:
     try:
-        call = json.loads(body)
+        call = json.loads(body, object_pairs_hook=_once)
     except ValueError as error:
         raise _MalformedError(f"the call is no JSON: {error}") from None
-    name, arguments = call.get("name"), call.get("arguments", {})
+    name, given = call.pop("name", None), [key for key in _ARGUMENTS if key in call]
     if not isinstance(name, str) or not name:
         raise _MalformedError("the call has no name")
+    if unknown := [key for key in call if key not in given[:1]]:
+        raise _MalformedError(f"the call has {unknown[0][:40]!r} besides its name and arguments")
+    if not given and _needs_arguments(name, tools):
+        raise _MalformedError("the call has no arguments")
+    arguments = call[given[0]] if given else {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments, object_pairs_hook=_once)
         except ValueError as error:
             raise _MalformedError(f"the arguments are no JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise _MalformedError(f"the arguments are of type {type(arguments).__name__}, wanted an object")
     return name, arguments
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names differ."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)[:40]!r} comes twice")
+    return made
+
+
+def _needs_arguments(name: str, tools: Sequence[Tool] | None) -> bool:
+    """Whether a call without arguments cannot be run: the tool is known and requires some."""
+    for function in map(function_of, tools or ()):
+        if function.get("name") == name:
+            parameters = function.get("parameters")
+            return isinstance(parameters, Mapping) and bool(parameters.get("required"))
+    return False
 
 
 _FUNCTION = re.compile(r"<function=([^>\n]+)>\s*(.*)</function>", re.DOTALL)
@@ -139,10 +167,9 @@ def followed(schema: object, shared: Mapping[str, Any]) -> object:
         if rules == {"allOf"} and isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1:
             schema = schema["allOf"][0]
         elif rules == {"$ref"}:
-            place, _, name = str(schema["$ref"]).removeprefix("#/").partition("/")
-            if name not in shared.get(place, {}):
+            if (found := _referred(schema["$ref"], shared)) is None:
                 break
-            schema = shared[place][name]
+            schema = found
         else:
             break
     return schema
@@ -151,21 +178,59 @@ def followed(schema: object, shared: Mapping[str, Any]) -> object:
 _ASSERTIONS = frozenset(("$ref", "allOf", "anyOf", "oneOf", "type", "enum", "const", "properties", "items"))
 
 
-def types_of(schema: object, shared: Mapping[str, Any], depth: int = 32) -> set[str]:
-    """Types that a value may have by its schema; empty when it names none."""
-    schema = followed(schema, shared)
-    if not isinstance(schema, Mapping) or not depth:
-        return set()
+# What a schema without a type says all the same: keywords that mean nothing for values of other types.
+_IMPLIED = {
+    "object": ("properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
+               "maxProperties", "dependentRequired", "dependentSchemas", "unevaluatedProperties"),
+    "array": ("items", "prefixItems", "additionalItems", "contains", "minContains", "maxContains", "minItems",
+              "maxItems", "uniqueItems", "unevaluatedItems"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "string": ("pattern", "minLength", "maxLength", "contentEncoding", "contentMediaType"),
+}  # fmt: skip
+_WORTH = 1000  # schemas that are looked at for one: branches multiply
+
+
+def types_of(schema: object, shared: Mapping[str, Any]) -> set[str]:
+    """Types that a value may have by its schema, named or implied; empty when it says nothing of them."""
+    return _types(schema, shared, 32, [_WORTH]) or set()
+
+
+def _types(schema: object, shared: Mapping[str, Any], depth: int, left: list[int]) -> set[str] | None:
+    """None where it says nothing. Every keyword narrows what the others leave."""
+    left[0] -= 1
+    if not isinstance(schema, Mapping) or not depth or left[0] < 0:
+        return None
+    said: list[set[str] | None] = []
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
-        return set().union(*map(type_names, values)) if isinstance(values, list) else set()
-    named = schema.get("type", [])
-    if kinds := {named} if isinstance(named, str) else {kind for kind in named if isinstance(kind, str)}:
-        return kinds
+        said.append(set().union(*map(type_names, values)) if isinstance(values, list) else None)
+    if "type" in schema:
+        named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        said.append({kind for kind in named if isinstance(kind, str)} or None)
+    if "$ref" in schema:
+        said.append(_types(_referred(schema["$ref"], shared), shared, depth - 1, left))
     for key in ("anyOf", "oneOf"):
-        if options := [types_of(option, shared, depth - 1) for option in schema.get(key, ())]:
-            return set().union(*options) if all(options) else set()
-    return next((kinds for part in schema.get("allOf", ()) if (kinds := types_of(part, shared, depth - 1))), set())
+        if isinstance(schema.get(key), list) and schema[key]:
+            options = [_types(option, shared, depth - 1, left) for option in schema[key]]
+            said.append(None if None in options else set().union(*(option or () for option in options)))
+    if isinstance(schema.get("allOf"), list):
+        said += [_types(part, shared, depth - 1, left) for part in schema["allOf"]]
+    known = [kinds for kinds in said if kinds is not None]
+    if not known:
+        return {kind for kind, keywords in _IMPLIED.items() if not schema.keys().isdisjoint(keywords)} or None
+    return reduce(_both, known)
+
+
+def _both(some: set[str], others: set[str]) -> set[str]:
+    """Types that are among both; a whole number is a number."""
+    some, others = (kinds | {"integer"} if "number" in kinds else kinds for kinds in (some, others))
+    return some & others
+
+
+def _referred(place: object, shared: Mapping[str, Any]) -> object:
+    """The definition that a ``$ref`` names; None for an unknown one."""
+    folder, _, name = str(place).removeprefix("#/").partition("/")
+    return shared.get(folder, {}).get(name)
 
 
 def definitions_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,6 +253,11 @@ def function_of(tool: Tool) -> Mapping[str, Any]:
     """The description inside ``function``, or the tool itself when it is written without that level."""
     inner = tool.get("function")
     return inner if isinstance(inner, Mapping) else tool
+
+
+def is_strict(tool: Tool) -> bool:
+    """Whether its calls are to satisfy its schema, forced or not."""
+    return function_of(tool).get("strict") is True
 
 
 def chosen_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:

@@ -1,3 +1,6 @@
+import json
+import re
+
 import pytest
 from builder_support import add_scalars, add_tokenizer, config_of, copy_target, recipe
 
@@ -81,5 +84,36 @@ def test_a_tokenizer_without_a_chat_template_calibrates_on_the_text(tmp_path):
 def test_a_template_that_refuses_the_prompts_is_named(tmp_path):
     target = add_tokenizer(copy_target("qwen3", tmp_path / "target"), 512)
     (target / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
-    with pytest.raises(BuildError, match=r"robot_planning.jsonl: .*no system role; correct the prompts, or build with"):
-        decide(config_of("qwen3", tmp_path / "out", target=target))
+    plan = decide(config_of("qwen3", tmp_path / "out", target=target))
+    refused, plain = plan.warnings
+    assert refused.startswith(f"{target}: the chat template refuses the messages: no system role: chats are refused")
+    assert "prompts of robot_planning.jsonl calibrate as plain text" in plain
+    assert len(plan.scales.ids) == 1016
+
+
+SAYS_ALL = "{% for m in messages %}{{ m.content }}{% endfor %}"
+TO_USERS = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + SAYS_ALL
+
+
+@pytest.mark.parametrize(
+    ("files", "warned"),
+    [
+        ({"chat_template.jinja": TO_USERS}, r"calibrate as plain text, without turns: .*no system role"),
+        ({"additional_chat_templates/tool_use.jinja": "x"}, r"has no chat template by default \(it has tool_use\)"),
+        ({"chat_template.jinja": "{% generation %}" + SAYS_ALL + "{% endgeneration %}{{ strftime_now('%Y') }}"}, None),
+        ({"chat_template.json": json.dumps({"chat_template": SAYS_ALL})}, None),
+        ({}, "has no chat template: chats are refused"),
+    ],
+)
+def test_what_a_build_says_of_templates_and_keeps_of_them(tmp_path, files, warned):
+    target = add_tokenizer(copy_target("qwen3", tmp_path / "target"), 512)
+    (target / "tokenizer_config.json").write_text("{}")
+    for name, text in files.items():
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text(text)
+    plan = decide(config_of("qwen3", tmp_path / "out", target=target))
+    assert len(plan.scales.ids) > 100
+    assert [warned] * (warned is not None) == [warned for text in plan.warnings if re.search(warned or "^", text)]
+    kept = {path.relative_to(target).as_posix() for path in plan.tokenizer_files}
+    assert kept == {"tokenizer.json", "tokenizer_config.json", *files}
+    assert set(files) <= {source.file for source in plan.sources}

@@ -35,6 +35,7 @@ from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError, BundleError, CheckpointError, EdgeDflashError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_pair
+from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import Nvfp4Weight, WideWeight, bf16_to_f32
 from edge_dflash.weights.quantize import quantize_nvfp4, wide_tensor
@@ -280,3 +281,14 @@ def test_builds_do_not_depend_on_threads(built, tmp_path):
         assert digests(build(config_of("qwen3", tmp_path / "out")).bundle) == digests(built["qwen3"].bundle)
     finally:
         torch.set_num_threads(1)
+
+
+def test_a_bundle_has_the_templates_by_name(tmp_path):
+    target = add_tokenizer(copy_target("qwen3", tmp_path / "target"), 512)
+    (target / "additional_chat_templates").mkdir()
+    (target / "additional_chat_templates" / "tool_use.jinja").write_text("tools {{ tools | tojson }}")
+    build(config_of("qwen3", tmp_path / "out", target=target))
+    opened = Tokenizer.open(Bundle.open(tmp_path / "out").path / "tokenizer")
+    assert "".join(opened.render_pieces([{"role": "user", "content": "x"}], tools=[{"name": "y"}])).startswith(
+        "tools ["
+    )

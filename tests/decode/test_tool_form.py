@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import time
 
 import numpy as np
 import pytest
@@ -224,3 +226,36 @@ def test_a_choice_of_none_tells_of_no_tools():
     assert Options(tools=TOOLS, tool_choice="wait").forced_tools == (WAIT,)
     assert Options(tools=TOOLS).forced_tools == ()
     assert accepts(form([WAIT], DIALECTS["json"]), "") is False
+
+
+def test_a_forced_argument_has_the_type_that_its_schema_implies():
+    pose = {"properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+    path = {"anyOf": [{"items": {"type": "integer"}, "maxItems": 2}, {"type": "null"}]}
+    move = tool("move", {"pose": pose, "path": path}, ("pose", "path"))
+    words = DIALECTS["tagged"]
+    constraint = form([move], words)
+    for seed in range(6):
+        tokens = drawn(constraint, words, seed)
+        constraint.pop(len(tokens) + 1)
+        (call,) = split_answer(tokens, words, stop_token_ids=STOP, tools=[move]).tool_calls
+        arguments = json.loads(call.arguments)
+        assert set(arguments["pose"]) == {"x"}
+        assert isinstance(arguments["path"], list | None)
+
+
+def branches(depth, end):
+    """Definitions, each with nine references to the next one."""
+    names = [f"d{index}" for index in range(depth)]
+    refs = [{"$ref": f"#/$defs/{name}"} for name in names[1:]]
+    return {name: {"anyOf": [ref] * 9} for name, ref in zip(names, [*refs, end], strict=True)}
+
+
+@pytest.mark.parametrize("end", [{"$ref": "#/$defs/d0"}, {"const": 1}, {"type": ["string", "null"]}, {}], ids=str)
+@pytest.mark.parametrize("depth", [1, 12])
+def test_branches_that_multiply_or_lead_to_themselves_take_no_time(end, depth):
+    many = tool("f", {"a": {"$ref": "#/$defs/d0"}}, **{"$defs": branches(depth, end)})
+    began, made = time.process_time(), ""
+    with contextlib.suppress(RequestError):
+        made = tool_grammar([many], dialect_of(DIALECTS["tagged"]))
+    assert len(made) < 1 << 16
+    assert time.process_time() - began < 1

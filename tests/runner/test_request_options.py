@@ -25,7 +25,7 @@ BAD = {
     "whitespace": FLAG,
     "deadline": ("1", NAN, True, [1], 10**400),
     "max_new_tokens": (0, -1, 1.5, "8", True, NAN),
-    "temperature": (*REAL, NAN, INF, -1, 1e-9),
+    "temperature": (*REAL, NAN, INF, -1, -1e-9),
     "top_k": (*REAL, -1, 1.5, NAN),
     "top_p": (*REAL, 0, 1.5, NAN, -1),
     "seed": (*REAL, -1, 2**64, 0.5),

@@ -25,6 +25,7 @@ def document(config, *, key):
 
 DOCUMENT = document(ServeConfig(), key=True)
 HELLO = [{"role": "user", "content": "hello"}]
+CALLED = [*HELLO, {"role": "assistant", "tool_calls": [{"id": "y", "function": {"name": "f", "arguments": "{}"}}]}]
 CHAT, COMPLETIONS, SESSIONS = "/v1/chat/completions", "/v1/completions", "/v1/edge_dflash/sessions"
 
 
@@ -69,7 +70,7 @@ def test_a_key_is_a_bearer():
 def test_every_field_that_a_reader_asks_for_is_in_it():
     asking = {"text", "flag", "integer", "number", "mapping", "array", "inner", "only", "take", "kind"}
     asked = set(WORDS)
-    for name in ("openai.py", "app.py"):
+    for name in ("openai.py", "messages.py", "app.py"):
         for node in ast.walk(ast.parse((SERVE / name).read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in asking:
                 first = node.args[0]
@@ -126,7 +127,21 @@ def test_every_status_that_the_code_gives_is_in_it():
         ({"messages": []}, False),
         ({"messages": [{"role": "user"}]}, False),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]}, False),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "y"}]}, True),
+        ({"messages": [*CALLED, {"role": "tool", "content": "x", "tool_call_id": "y"}]}, True),
+        ({"messages": [*CALLED, {"role": "tool", "content": "x"}]}, False),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, False),
+        ({"messages": [{"role": "assistant", "content": "x", "refusal": "no"}]}, False),
+        ({"messages": [{"role": "assistant", "content": "x", "reasoning": "y", "annotations": []}]}, True),
+        ({"tools": [{"function": {"name": "f", "strict": "yes"}}]}, False),
+        ({"tools": [{"function": {"name": "f"}, "cache": 1}]}, False),
+        ({"tools": [{"function": {"name": "f", "returns": {}}}]}, False),
+        ({"reasoning_effort": "high"}, True),
+        ({"reasoning_effort": "most"}, False),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"chat_template_kwargs": {"preserve": True}}, False),
+        ({"min_p": 0.0, "repetition_penalty": 1.0, "top_k": -1}, True),
+        ({"min_p": 0.1}, False),
+        ({"guided_regex": "a"}, False),
         ({"messages": [{"role": "assistant", "content": None}]}, False),
         ({"messages": [{"role": "robot", "content": "x"}]}, False),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, True),

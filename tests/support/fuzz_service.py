@@ -120,7 +120,10 @@ COMMON = {
     "user": often(texts),
     "edge_dflash": often(extension),
 }
-tools = often(st.lists(often(st.just({"type": "function", "function": {"name": "f", "parameters": {}}})), max_size=2))
+functions = st.fixed_dictionaries(
+    {"name": st.just("f"), "parameters": often(schemas)}, optional={"strict": often(st.booleans())}
+)
+tools = often(st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": often(functions)}), max_size=2))
 streams = st.one_of(
     st.just({}), st.just({"stream": True, "stream_options": {"include_usage": True}}), st.just({"stream_options": {}})
 )
@@ -138,6 +141,10 @@ chat = st.fixed_dictionaries(
         "tool_choice": often(st.sampled_from(["auto", "none", "required"])),
         "logprobs": often(st.just(True)),
         "top_logprobs": often(st.integers(0, 20)),
+        "reasoning_effort": often(st.sampled_from(["none", "low", "high"])),
+        "chat_template_kwargs": often(st.just({"enable_thinking": True})),
+        "min_p": often(st.just(0)),
+        "top_k": often(st.integers(-1, 9)),
     },
 )
 prompts = often(st.one_of(texts, st.lists(st.integers(0, 257), max_size=9), st.lists(texts, max_size=2)))

@@ -150,3 +150,15 @@ def test_a_token_that_is_cut_is_refused():
     assert made.render(ASK) == "|a|>"
     with pytest.raises(RequestError, match="cuts a control token in two"):
         ChatTemplate("{% set a = '<|a|>' %}{{ a[:1] }}", {}, "here").pieces(("<|a|>",), ASK)
+
+
+def test_a_template_that_waits_for_a_processor_ends_by_the_clock(monkeypatch):
+    monkeypatch.setattr(template, "WALL_SECONDS", 1.0)
+    made = ChatTemplate("{{ messages[0].content }}", {}, "here")
+    assert made.render(ASK) == "hi"
+    os.kill(template._process._process.pid, signal.SIGSTOP)  # as one that is never scheduled: it takes no time
+    began = time.monotonic()
+    with pytest.raises(RequestError, match="the chat template takes more than 2 s"):
+        made.render(ASK)
+    assert time.monotonic() - began < 20
+    assert works()

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 from edge_dflash.common.rules import refuse_surrogates
 from edge_dflash.decode.grammar.schema_check import check
@@ -26,6 +27,7 @@ from edge_dflash.text.tool_calls import (
     definitions_of,
     followed,
     function_of,
+    is_strict,
     type_names,
     types_of,
 )
@@ -36,25 +38,32 @@ MAX_RULES = 500  # the library follows rules by recursion: a long chain of them 
 _LEXICON = re.compile(
     r"""
       (?P<skip> //[^\n]* | \#[^\n]* | "(?:\\.|[^"\\\n])*" | /(?:\\.|[^/\\\n])+/ )
-    | %json \s* (?P<json> (?=\{) )
+    | (?P<form> ^form: \s* )? %json \s* (?P<json> (?=\{) )
     | < (?P<name> [^<>\s"\[\]]+ ) >
     | \[ [^\]\n]* (?P<option> \b(?:temperature|max_tokens|stop)\b ) \s* =
     | (?P<rule> : )
     """,
-    re.VERBOSE,
+    re.VERBOSE | re.MULTILINE,
 )
 
 _WHOLE = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions", *ANNOTATIONS))
 _TEXT = frozenset(("type", "enum", "const", "pattern", "format", "contentEncoding", "minLength", "maxLength"))
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # of a regex: escape, class, character
+_BRANCHES = 200  # of anyOf that are looked into for one parameter: they multiply, and may lead to themselves
 _UNTYPED = frozenset(("type", "anyOf", *ANNOTATIONS))
 
 
-def prepare(text: str, token_id: Callable[[str], int | None], json_options: Mapping[str, object]) -> str:
+def prepare(
+    text: str,
+    token_id: Callable[[str], int | None],
+    json_options: Mapping[str, object],
+    form_options: Mapping[str, object] | None = None,
+) -> str:
     """Return the grammar with token names as ids and with ``json_options`` in each inline schema.
 
-    Raises RequestError for a grammar that is too big, names an unknown token, holds a schema that is refused, or
-    uses an option of lexemes that decoding here would not obey.
+    ``form_options``: those of a rule ``form`` that is a schema, if they are others. Raises RequestError for a grammar
+    that is too big, names an unknown token, holds a schema that is refused, or uses an option of lexemes that decoding
+    here would not obey.
     """
     size = len(text.encode(errors="replace"))
     if size > MAX_BYTES:
@@ -66,7 +75,8 @@ def prepare(text: str, token_id: Callable[[str], int | None], json_options: Mapp
         position = found.end()
         if found["json"] is not None:
             schema, position = _inline_schema(text, position)
-            parts.append(f"%json {json.dumps({**rewrite(schema), 'x-guidance': dict(json_options)})}")
+            options = json_options if found["form"] is None or form_options is None else form_options
+            parts.append(f"{found['form'] or ''}%json {json.dumps({**rewrite(schema), 'x-guidance': dict(options)})}")
         elif found["name"] is not None:
             parts.append(_special(found["name"], token_id))
         elif found["option"] is not None:
@@ -104,54 +114,118 @@ def _special(name: str, token_id: Callable[[str], int | None]) -> str:
 # A call of one of some tools -----------------------------------------------------------------------------------------
 
 
-def tool_grammar(tools: Sequence[Tool], dialect: JsonCalls | TaggedCalls) -> str:
+Dialect: TypeAlias = JsonCalls | TaggedCalls
+
+
+def tool_grammar(tools: Sequence[Tool], dialect: Dialect) -> str:
     """The grammar of one call of one of the tools. Raises RequestError for a schema that could not be enforced."""
+    bodies, rules = _calls(tools, dialect)
+    return _checked(f"start: <tool_call> ({bodies}) </tool_call>", rules, "a forced call; choose one by name, or")
+
+
+def beside_form(tools: Sequence[Tool], dialect: Dialect, form: AnswerForm) -> str:
+    """The grammar of one or more calls, as a model writes them in a row, or of the form. Raises RequestError.
+
+    A call of a tool that is not strict is held to its name alone where its schema could not be enforced.
+    """
+    bodies, rules = _calls(tools, dialect, free=lambda tool, fails: fails and not is_strict(tool))
+    start = f'start: call ("\\n"? call)* | form\ncall: <tool_call> ({bodies}) </tool_call>'
+    return _checked(start, [*rules, form.rules()], f"calls beside a {form.kind}; leave it out, or")
+
+
+def call_grammar(tools: Sequence[Tool], dialect: Dialect) -> str:
+    """What follows ``<tool_call>``: a strict tool's call is held to its schema, that of another to its name alone."""
+    bodies, rules = _calls(tools, dialect, free=lambda tool, fails: not is_strict(tool))
+    return _checked(f"start: ({bodies}) </tool_call>", rules, "strict calls; leave strict out, or")
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """The form of an answer that may be calls instead: ``text`` is a schema as JSON, or a regular expression."""
+
+    kind: Literal["schema", "regex"]
+    text: str
+
+    def rules(self) -> str:
+        """Rule ``form``. Raises RequestError for a schema that could not be enforced."""
+        if self.kind == "regex":
+            return f"form: FORM\nFORM: /(?:{_slashed(self.text)})/"
+        schema = json.loads(self.text)
+        check(schema)
+        if not isinstance(schema, dict):
+            schema = {} if schema else {"not": {}}
+        return f"form: {_json(schema)}"
+
+
+def _calls(
+    tools: Sequence[Tool], dialect: Dialect, free: Callable[[Tool, bool], bool] = lambda tool, fails: False
+) -> tuple[str, list[str]]:
+    """Names of the rules of a call of each tool, between ``|``, and the rules.
+
+    ``free``: whether a tool's arguments may be anything, now that its schema could or (True) could not be enforced.
+    """
     rules: list[str] = []
     names: set[str] = set()
     for index, tool in enumerate(tools):
-        name, parameters = _described(tool)
+        name = str(function_of(tool).get("name"))
         if name in names:
             raise RequestError(f"two tools are called {name!r}, so a call could mean either; give each its own name")
         names.add(name)
+        anything = [f"c{index}: {_literal(_opening(name, dialect))} /(?s:.*)/"]
         try:
-            if isinstance(dialect, JsonCalls):
-                check(parameters)
-                rules.append(_json_call(f"c{index}", name, parameters, dialect))
-            else:
-                rules += _tagged_call(f"c{index}", name, parameters, dialect)
+            rules += anything if free(tool, False) else _call(f"c{index}", name, tool, dialect)
         except RequestError as error:
-            raise RequestError(f"a call of the tool {name!r} cannot be forced: {error}") from None
-    calls = " | ".join(f"c{index}" for index in range(len(tools)))
-    made = "\n".join((f"start: <tool_call> ({calls}) </tool_call>", *rules))
+            if not free(tool, True):
+                raise RequestError(f"a call of the tool {name!r} cannot be forced: {error}") from None
+            rules += anything
+    return " | ".join(f"c{index}" for index in range(len(tools))), rules
+
+
+def _checked(start: str, rules: Sequence[str], what: str) -> str:
+    made = "\n".join((start, *rules))
     if len(made.encode()) > MAX_BYTES or len(rules) > MAX_RULES // 2:  # some are of two lines
         raise RequestError(
-            f"the tools are too large for a forced call: {len(made.encode())} bytes and {len(rules)} rules, at most "
-            f"{MAX_BYTES} and {MAX_RULES // 2} are taken; choose one by name, or give fewer"
+            f"the tools are too large for {what.partition(';')[0]}: {len(made.encode())} bytes and {len(rules)} rules, "
+            f"at most {MAX_BYTES} and {MAX_RULES // 2} are taken;{what.partition(';')[2]} give fewer"
         )
     return made
 
 
-def _described(tool: Tool) -> tuple[str, dict[str, Any]]:
-    function = function_of(tool)
-    given = function.get("parameters")
+def _opening(name: str, dialect: Dialect) -> str:
+    """What a call begins with, up to its arguments."""
+    if isinstance(dialect, JsonCalls):
+        return dialect.head + json.dumps(name, ensure_ascii=False) + dialect.middle
+    _need_plain(name, "the name of a tool")
+    return dialect.head + name + dialect.opened
+
+
+def _call(rule: str, name: str, tool: Tool, dialect: Dialect) -> list[str]:
+    """Rules of a call whose arguments satisfy the tool's schema."""
+    parameters = _parameters(tool)
+    if isinstance(dialect, TaggedCalls):
+        return list(_tagged_call(rule, name, parameters, dialect))
+    check(parameters)
+    return [_json_call(rule, name, parameters, dialect)]
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    given = function_of(tool).get("parameters")
     if given is None or given == {}:
         given = {"type": "object", "properties": {}, "additionalProperties": False}
     parameters = json.loads(json.dumps(given, default=dict))
     if isinstance(parameters, dict):
         parameters.setdefault("type", "object")
-    name = str(function.get("name"))
     if not isinstance(parameters, dict) or parameters["type"] != "object":
-        raise RequestError(f"a call of the tool {name!r} cannot be forced: its parameters are not of type object")
-    return name, parameters
+        raise RequestError("its parameters are not of type object")
+    return parameters
 
 
 def _json_call(rule: str, name: str, parameters: dict[str, Any], dialect: JsonCalls) -> str:
-    before = dialect.head + json.dumps(name, ensure_ascii=False) + dialect.middle
-    return f"{rule}: {_literal(before)} {_json(parameters)} {_literal(dialect.tail)}"
+    return f"{rule}: {_literal(_opening(name, dialect))} {_json(parameters)} {_literal(dialect.tail)}"
 
 
 def _tagged_call(rule: str, name: str, parameters: dict[str, Any], dialect: TaggedCalls) -> Iterator[str]:
-    _need_plain(name, "its name")
+    before = _opening(name, dialect)
     if other := next((key for key in parameters if key not in _WHOLE and not key.startswith("x-")), None):
         raise RequestError(f"{other!r} of its parameters would not be enforced in this model's dialect; remove it")
     check(parameters)
@@ -168,7 +242,7 @@ def _tagged_call(rule: str, name: str, parameters: dict[str, Any], dialect: Tagg
         part = f"{rule}p{index}"
         parts.append(part if key in required else f"{part}?")
         yield from _parameter(part, key, schema, shared, dialect)
-    yield f"{rule}: {_literal(dialect.head + name + dialect.opened)} {' '.join(parts)} {_literal(dialect.tail)}"
+    yield f"{rule}: {_literal(before)} {' '.join(parts)} {_literal(dialect.tail)}"
 
 
 def _parameter(rule: str, key: str, schema: Any, shared: dict[str, Any], dialect: TaggedCalls) -> Iterator[str]:
@@ -189,6 +263,8 @@ def _parameter(rule: str, key: str, schema: Any, shared: dict[str, Any], dialect
         yield f"{rule.upper()}: {text}"
     elif kinds and "string" not in kinds:
         whole = {**found, **shared} if isinstance(found, dict) else {}
+        if not whole.keys() & {"$ref", "type", "enum", "const"}:  # that its keywords imply
+            whole["type"] = sorted(kinds)
         check(whole)
         yield f"{rule}v: {_json(whole)} {_literal(after)}"
     elif _is_bare(found, shared):
@@ -200,10 +276,11 @@ def _parameter(rule: str, key: str, schema: Any, shared: dict[str, Any], dialect
         )
 
 
-def _values(schema: Any, shared: dict[str, Any]) -> list[Any] | None:
-    """All values of a schema that names them; None when it does not."""
+def _values(schema: Any, shared: dict[str, Any], left: Iterator[int] | None = None) -> list[Any] | None:
+    """All values of a schema that names them; None when it does not, or in more branches than ``left`` counts."""
+    left = iter(range(_BRANCHES)) if left is None else left
     schema = followed(schema, shared)
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict) or next(left, None) is None:
         return None
     rules = {key for key in schema if key not in ANNOTATIONS and not key.startswith("x-")}
     if rules <= {"enum", "type"} and "enum" in rules:
@@ -214,8 +291,12 @@ def _values(schema: Any, shared: dict[str, Any]) -> list[Any] | None:
     if rules == {"type"} and schema["type"] == "null":
         return [None]
     if rules == {"anyOf"}:
-        options = [_values(option, shared) for option in schema["anyOf"]]
-        return None if None in options else [value for option in options for value in option or ()]
+        values = list[Any]()
+        for option in schema["anyOf"]:
+            if (found := _values(option, shared, left)) is None:
+                return None
+            values += found
+        return values
     return None
 
 
@@ -253,13 +334,15 @@ def _in_ascii(piece: str) -> str:
     return {"\\d": "[0-9]", "\\D": "[^0-9]", "\\w": "[a-zA-Z0-9_]", "\\W": "[^a-zA-Z0-9_]"}.get(piece, piece)
 
 
-def _is_bare(schema: Any, shared: dict[str, Any]) -> bool:
-    """Whether a schema says nothing but types."""
+def _is_bare(schema: Any, shared: dict[str, Any], left: Iterator[int] | None = None) -> bool:
+    """Whether a schema says nothing but types, in no more branches than ``left`` counts."""
+    left = iter(range(_BRANCHES)) if left is None else left
     schema = followed(schema, shared)
     if not isinstance(schema, dict):
         return schema is True
-    bare = all(key in _UNTYPED or key.startswith("x-") for key in schema)
-    return bare and all(_is_bare(option, shared) for option in schema.get("anyOf", ()))
+    if next(left, None) is None or not all(key in _UNTYPED or key.startswith("x-") for key in schema):
+        return False
+    return all(_is_bare(option, shared, left) for option in schema.get("anyOf", ()))
 
 
 def _written(value: Any) -> str:

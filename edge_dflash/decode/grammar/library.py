@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from edge_dflash.common.panics import refused
 from edge_dflash.errors import RequestError, one_line
 
 if TYPE_CHECKING:
@@ -54,10 +55,14 @@ class Vocabulary:
             raise RequestError(
                 f"structured output needs a stop token of the tokenizer, of {size} ids; got {tuple(stop_token_ids)}"
             )
+        unknown = "structured output does not know this kind of tokenizer"
         try:
-            self.tokenizer: LLTokenizer = LLTokenizer(json.dumps(files), eos_token=known, slices=SLICES)
+            with refused(RequestError, unknown, "leave forms out"):
+                self.tokenizer: LLTokenizer = LLTokenizer(json.dumps(files), eos_token=known, slices=SLICES)
+        except RequestError:
+            raise
         except Exception as error:  # of what kind depends on what the tokenizer lacks
-            raise RequestError(f"structured output does not know this kind of tokenizer ({one_line(error)})") from None
+            raise RequestError(f"{unknown} ({one_line(error)}); leave forms out") from None
         for byte in (*range(0xC0), *range(0xC2, 0xF5)):  # those that UTF-8 uses
             ids = self.tokenizer.tokenize_bytes(bytes([byte]))
             if self.tokenizer.decode_bytes(ids) != bytes([byte]):

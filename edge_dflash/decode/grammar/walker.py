@@ -204,9 +204,9 @@ def _grammar_text(source: Source, vocabulary: Vocabulary) -> str:
         return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
     if source.kind == "regex":
         return LLMatcher.grammar_from_regex(source.text)
-    if source.kind == "tools":
-        options |= {"item_separator": ", ", "key_separator": ": "}  # as chat templates write arguments
-    return LLMatcher.grammar_from_lark(prepare(source.text, vocabulary.special.get, options))
+    spaced = {"item_separator": ", ", "key_separator": ": "}  # as chat templates write arguments
+    calls = {**options, **spaced} if source.kind == "tools" else options
+    return LLMatcher.grammar_from_lark(prepare(source.text, vocabulary.special.get, calls, options))
 
 
 def _json_options(whitespace: bool) -> dict[str, object]:
