@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeAlias
 
 from edge_dflash.errors import ServiceError, StorageError
 from edge_dflash.runner.recording import Recording
@@ -20,6 +21,7 @@ from edge_dflash.serve.fields import Refusal
 log = logging.getLogger("edge_dflash.serve")
 SUFFIX = ".session"
 ANSWERS = "answers.jsonl"
+Mark: TypeAlias = tuple[int, int, int]  # of a file: device, inode and time of its last change
 LOCK = "lock"  # file in the state directory that a running server holds; it says its process
 
 
@@ -105,6 +107,14 @@ class SessionFiles:
         with _told(f"cannot read {path}"), suppress(FileNotFoundError, NotADirectoryError):
             return stat.S_ISREG(path.stat().st_mode)
         return False
+
+    def mark(self, name: str) -> Mark | None:
+        """Which file is there, of whatever kind; None: none."""
+        path = self.path(name)
+        with _told(f"cannot read {path}"), suppress(FileNotFoundError, NotADirectoryError):
+            found = path.lstat()
+            return found.st_dev, found.st_ino, found.st_mtime_ns
+        return None
 
     def names(self) -> list[str]:
         """All that are saved."""
