@@ -279,9 +279,9 @@ class Sessions:
         if target is slot and there not in (None, slot.file):
             why = f"the file of session {name!r} is not the one that this session wrote or came from"
             raise Refusal(f"{why}; save to another name, or move it away", status=409, code=_EXISTS)
-        if target is not slot and (target.session is not None or there is not None):
-            if not (replace and self._is_earlier(to, target, there, slot.session.tokens)):
-                raise _exists(to)
+        taken = target is not slot and (target.session is not None or there is not None)
+        if taken and not (replace and self._is_earlier(to, target, there, slot.session.tokens)):
+            raise _exists(to)
         size = slot.session.save(self._files.path(to))
         if target is slot:
             slot.saved, slot.file = len(slot.session.tokens), self._files.mark(to)

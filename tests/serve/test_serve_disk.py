@@ -235,9 +235,9 @@ def test_a_lock_file_that_is_removed_lets_no_second_server_in(tmp_path):
     state = tmp_path / "state"
     with held(state):
         (state / LOCK).unlink()
-        with pytest.raises(ServiceError, match=f"another server, process unknown, has the state directory {state}"):
-            with held(state):
-                pass
+        message = f"another server, process unknown, has the state directory {state}"
+        with pytest.raises(ServiceError, match=message), held(state):
+            pass
         assert not (state / LOCK).exists()
     with held(state):
         pass

@@ -145,7 +145,7 @@ def test_a_turn_of_a_name_that_is_being_written_goes_on_from_what_is_written(sta
 
 
 def test_a_delete_waits_for_a_save_and_leaves_no_file(start, tmp_path, monkeypatch):
-    service, client = start()
+    _, client = start()
     turn(client, "a", "one")
     writing, going = threading.Event(), threading.Event()
     real = SessionFiles.make_room
@@ -214,7 +214,7 @@ def test_what_is_no_file_is_not_written_over(start, tmp_path, kind):
 
 
 def test_a_session_that_is_put_away_meets_no_other_file(start, tmp_path):
-    service, client = start(limits={"sessions": 1})
+    _, client = start(limits={"sessions": 1})
     turn(client, "a", "mine")
     place = tmp_path / "state" / "sessions"
     place.mkdir(parents=True)
