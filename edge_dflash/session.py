@@ -99,8 +99,8 @@ class PlannerSession:
     def save(self, path: Path | str) -> int:
         """Write the conversation with its state to a file, whole or not at all; returns its bytes.
 
-        A file that is there is replaced, whatever it holds: to keep each state, give each a path. Only its owner may read it, and only the bundle that made it can load it. Raises StorageError when it cannot be
-        written.
+        A file that is there is replaced, whatever it holds: to keep each state, give each a path. Only its owner may
+        read it, and only the bundle that made it can load it. Raises StorageError when it cannot be written.
         """
         with self._lock:
             self._wait_for_turn()

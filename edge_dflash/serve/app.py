@@ -49,6 +49,7 @@ from edge_dflash.serve.openapi import (
     or_null,
     ref,
 )
+from edge_dflash.serve.request_log import RequestLog
 from edge_dflash.serve.service import Service, State
 
 _PIECE = 8192  # token ids that are written at once
@@ -64,7 +65,10 @@ def make_app(service: Service, keys: Keys | None = None) -> Starlette:
     app = Starlette(
         routes=[_route(service, path, methods) for path, methods in operations.items()],
         exception_handlers={HTTPException: _http_error, Exception: _defect},
-        middleware=[Middleware(Guard, keys=keys or {}, header_bytes=service.config.limits.header_bytes)],
+        middleware=[
+            Middleware(RequestLog, which=service.config.service.log),
+            Middleware(Guard, keys=keys or {}, header_bytes=service.config.limits.header_bytes),
+        ],
     )
     app.router.redirect_slashes = False  # a path that does not exist is answered as such
     app.state.document = dump(document(OPERATIONS, SCHEMAS, service.config, key=bool(keys)))
