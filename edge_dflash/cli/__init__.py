@@ -1,7 +1,7 @@
 """The command line: flags become one call; results go to stdout, progress and errors to stderr.
 
 Exit codes: 0 done, 2 wrong usage, 130 interrupted, otherwise the ``exit_code`` of the error's class in
-:mod:`edge_dflash.errors`. An error is one line that starts with ``error:``.
+:mod:`edge_dflash.errors`; docs/cli.md has them all. An error is one line that starts with ``error:``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One line of the log for each request: who asked for what, what came of it and what it cost. Never what was said.
 
 A line holds no prompt, no answer, no key and no query. What comes from a client (path, caller, a field's name) is
-percent-encoded and cut, so nobody writes a line of their own.
+percent-encoded and cut, so nobody can write a line.
 """
 
 from __future__ import annotations

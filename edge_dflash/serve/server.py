@@ -193,7 +193,7 @@ def uvicorn_config(service: Service, keys: Keys) -> uvicorn.Config:
     )
 
 
-class Server(uvicorn.Server):
+class AcceptingServer(uvicorn.Server):
     """uvicorn's server, on sockets whose backlog is not how many are accepted at a time."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -217,7 +217,7 @@ async def _main(
     closed = sys.stderr.isatty()  # then SIGHUP says that the terminal was closed
     loop.add_signal_handler(signal.SIGHUP, stop.set if closed else reload)
     loop.set_default_executor(service.threads)
-    server = Server(uvicorn_config(service, keys))
+    server = AcceptingServer(uvicorn_config(service, keys))
 
     def drain(sig: int, frame: object) -> None:  # in the main thread, between any two instructions
         loop.call_soon_threadsafe(stop.set)
