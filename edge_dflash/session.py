@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+from edge_dflash.common.rules import Rule, checked
+from edge_dflash.common.rules import path as any_path
 from edge_dflash.decode.options import Options, PlanOptions, Task
 from edge_dflash.decode.pictured import Placed
 from edge_dflash.decode.saved import load_session, save_session
@@ -29,6 +31,8 @@ from edge_dflash.text.template import Message
 
 if TYPE_CHECKING:
     from edge_dflash.planner import Planner
+
+_ARGUMENTS = {"path": Rule(any_path, "the path of a file")}
 
 
 class PlannerSession:
@@ -102,6 +106,7 @@ class PlannerSession:
         A file that is there is replaced, whatever it holds: to keep each state, give each a path. Only its owner may
         read it, and only the bundle that made it can load it. Raises StorageError when it cannot be written.
         """
+        checked(_ARGUMENTS, {"path": path})
         with self._lock:
             self._wait_for_turn()
             if self._state is None:

@@ -33,6 +33,7 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SELFTEST, dump_selftest, load_selftest
 from edge_dflash.common.files import open_regular
 from edge_dflash.common.progress import Progress, Stage, unheard
+from edge_dflash.common.rules import refuse_nul
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.version import __version__
@@ -46,9 +47,10 @@ def build(
 ) -> BuildResult:
     """Build the bundle of ``config``. ``say`` is told what was chosen, before any work.
 
-    Raises CheckpointError, RecipeError, BackendError or BuildError; an interrupted build keeps its finished files in
-    ``OUTPUT.building`` and the error says how to resume.
+    Raises CheckpointError, RecipeError, BackendError or BuildError, and RequestError for a path with a NUL; an
+    interrupted build keeps its finished files in ``OUTPUT.building`` and the error says how to resume.
     """
+    refuse_nul(vars(config))
     began = time.monotonic()
     try:
         decided = decide_swap(config) if is_bundle(config.target) else decide(config)

@@ -112,6 +112,8 @@ def save_session(path: Path | str, state: SessionState) -> int:
     Returns the bytes of the file, which only its owner may read. Raises StorageError when it cannot be written.
     """
     path = Path(path)
+    if not path.name:
+        raise RequestError(f"path is {str(path)!r}, which names no file; give the path of one")
     arrays: dict[str, Array] = {_TOKENS: np.array(state.tokens, dtype=np.int32)}
     if state.snapshot is not None:
         arrays |= {_STATE + name: array for name, array in state.snapshot.arrays.items()}

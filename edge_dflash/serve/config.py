@@ -16,7 +16,7 @@ from typing import Any
 from edge_dflash.backends.selftest import MODES
 from edge_dflash.common.files import read_text
 from edge_dflash.decode.backend import MOST_LANES
-from edge_dflash.errors import ConfigError
+from edge_dflash.errors import ConfigError, short
 
 SAVES = ("turn", "shutdown", "never")
 LOGS = ("requests", "errors", "none")
@@ -147,6 +147,8 @@ class ServeConfig:
         for section in fields(self):
             for key in fields(part := getattr(self, section.name)):
                 value, name = getattr(part, key.name), f"{section.name}.{key.name}"
+                if isinstance(value, str) and "\0" in value:
+                    raise ConfigError(f"{name} is {short(value)}; give a text without NUL (U+0000)")
                 if isinstance(value, bool | str):
                     continue
                 low, high = _RANGES.get(name, (0, _ENDLESS))
