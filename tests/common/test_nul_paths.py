@@ -51,7 +51,7 @@ def test_what_is_no_path_of_a_file_is_refused_by_name(tmp_path, monkeypatch, pat
     monkeypatch.chdir(tmp_path)
     with Planner(FakeBackend(SHAPE), None, []) as planner, planner.session() as session:
         session.plan((3, 1, 4), max_new_tokens=2)
-        with pytest.raises(RequestError, match="^path is "):
+        with pytest.raises(RequestError, match=r"^path is "):
             session.save(path)
     assert list(tmp_path.iterdir()) == []
 
@@ -97,6 +97,6 @@ def test_of_a_configuration(tmp_path, key):
     file = tmp_path / "config.toml"
     file.write_text(f'[service]\n{key} = "{tmp_path}/made\\u0000x"\n')
     refused(lambda: load_config(file), ConfigError)
-    with pytest.raises(ConfigError, match="service.socket is .*; give a text without NUL"):
+    with pytest.raises(ConfigError, match=r"service.socket is .*; give a text without NUL"):
         ServeConfig(service=type(ServeConfig().service)(socket="a\0"))
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
