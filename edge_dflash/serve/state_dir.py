@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from edge_dflash.common.files import read_text
+from edge_dflash.decode.saved import partial_of
 from edge_dflash.errors import ServiceError, StorageError
 from edge_dflash.runner.recording import Recording
 from edge_dflash.serve.fields import Refusal
@@ -163,9 +164,12 @@ class SessionFiles:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def remove(self, name: str) -> bool:
-        """Delete a file; False when nothing is saved."""
+        """Delete a file, and what a kill left of a later one; False when nothing is saved."""
         path = self.path(name)
-        with _told(f"cannot delete {path}"), suppress(FileNotFoundError, NotADirectoryError):
+        absent = suppress(FileNotFoundError, NotADirectoryError)
+        with _told(f"cannot delete {partial_of(path)}"), absent:
+            partial_of(path).unlink()
+        with _told(f"cannot delete {path}"), absent:
             path.unlink()
             return True
         return False

@@ -286,3 +286,21 @@ def test_a_busy_session_is_not_saved_under_another_name(start):
     backend.open.set()
     thread.join()
     assert save(client, "a", to="b").is_success
+
+
+def test_a_delete_removes_what_a_kill_left_of_a_save(start, tmp_path):
+    _, client = start()
+    turn(client, "a")
+    assert save(client, "a").is_success
+    left = tmp_path / "state" / "sessions" / "a.session.partial"
+    left.write_bytes(b"half of what was said")
+    assert client.delete(f"{SESSIONS}/a").is_success
+    assert not left.exists()
+
+
+def test_the_document_says_when_a_name_is_refused(start):
+    _, client = start()
+    paths = client.get("/openapi.json").json()["paths"]
+    for call in ("save", "fork"):
+        said = paths[f"{SESSIONS}/{{name}}/{call}"]["post"]["responses"]["409"]["description"]
+        assert "the name that was given is another session's" in said
