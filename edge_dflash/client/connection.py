@@ -42,7 +42,7 @@ def parse_url(url: str) -> tuple[str | None, str]:
         raise wrong from None
     if parts.scheme == "http+unix" and parts.netloc and "\0" not in unquote(parts.netloc):
         return unquote(parts.netloc), "http://edge-dflash" + parts.path.rstrip("/").removesuffix("/v1")
-    usable = url.isprintable() and not parts.query and not parts.fragment
+    usable = parts.geturl().isprintable() and not parts.query and not parts.fragment
     if parts.scheme in ("http", "https") and parts.netloc and usable:
         return None, parts.geturl().rstrip("/").removesuffix("/v1")
     raise wrong

@@ -219,14 +219,17 @@ def test_a_service_under_systemd_says_priorities(demo_bundle, tmp_path, journal)
         command = [sys.executable, "-m", "edge_dflash", "serve", "--config", str(process.config)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "JOURNAL_STREAM": there}
         process.process = subprocess.Popen(command, stderr=stream, env=environment)
-    until = time.monotonic() + 60
-    while "serving" not in (tmp_path / "log").read_text():
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    with process.client() as client:
-        assert client.post(CHAT, json={"messages": [{"role": "user", "content": SECRET}], "max_tokens": 2}).is_success
-        assert client.post(CHAT, json={}).status_code == 400
-    process.stop()
+    try:
+        until = time.monotonic() + 180
+        while "serving" not in (tmp_path / "log").read_text():
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        with process.client() as client:
+            body = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 2}
+            assert client.post(CHAT, json=body).is_success
+            assert client.post(CHAT, json={}).status_code == 400
+    finally:
+        process.stop()
     lines = (tmp_path / "log").read_text().splitlines()
     good = next(line for line in lines if f" POST {CHAT} 200 " in line or f": POST {CHAT} 200 " in line)
     bad = next(line for line in lines if f": POST {CHAT} 400 " in line)
