@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+from edge_dflash.common.rules import Rule, checked
+from edge_dflash.common.rules import path as any_path
 from edge_dflash.decode.options import Options, PlanOptions, Task
 from edge_dflash.decode.pictured import Placed
 from edge_dflash.decode.saved import load_session, save_session
@@ -30,6 +32,8 @@ from edge_dflash.text.template import Message
 
 if TYPE_CHECKING:
     from edge_dflash.planner import Planner
+
+_ARGUMENTS = {"path": Rule(any_path, "the path of a file")}
 
 
 class PlannerSession:
@@ -105,9 +109,10 @@ class PlannerSession:
     def save(self, path: Path | str) -> int:
         """Write the conversation with its state to a file, whole or not at all; returns its bytes.
 
-        Only its owner may read it, and only the bundle that made it can load it. Raises StorageError when it cannot be
-        written.
+        A file that is there is replaced, whatever it holds: to keep each state, give each a path. Only its owner may
+        read it, and only the bundle that made it can load it. Raises StorageError when it cannot be written.
         """
+        checked(_ARGUMENTS, {"path": path})
         with self._held():
             self._wait_for_turn()
             if self._state is None:

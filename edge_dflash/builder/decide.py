@@ -27,7 +27,7 @@ from edge_dflash.builder.scales import ScaleDecisions, decide_scales
 from edge_dflash.bundle.manifest import EngineFiles, FileEntry, SourceFile
 from edge_dflash.bundle.parts import Part, building_path, bundle_parts, stack_bytes
 from edge_dflash.checks.inspect import default_chunk, prefill_ms
-from edge_dflash.common.files import check_place, is_there
+from edge_dflash.common.files import check_place
 from edge_dflash.common.tables import encode
 from edge_dflash.errors import BackendError, BuildError, RequestError
 from edge_dflash.model import pair_programs

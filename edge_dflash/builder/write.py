@@ -33,6 +33,7 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SELFTEST, dump_selftest, load_selftest
 from edge_dflash.common.files import open_regular
 from edge_dflash.common.progress import Progress, Stage, shown
+from edge_dflash.common.rules import refuse_nul
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.text.template_files import FOLDER
@@ -49,9 +50,10 @@ def build(
 
     ``progress`` is told (stage, done, total); True shows it in a line on stderr.
 
-    Raises CheckpointError, RecipeError, BackendError or BuildError; an interrupted build keeps its finished files in
-    ``OUTPUT.building`` and the error says how to resume.
+    Raises CheckpointError, RecipeError, BackendError or BuildError, and RequestError for a path with a NUL; an
+    interrupted build keeps its finished files in ``OUTPUT.building`` and the error says how to resume.
     """
+    refuse_nul(vars(config))
     with shown(progress) as report:
         return _build(config, report, say)
 

@@ -1,8 +1,8 @@
 """The command line: flags become one call; results go to stdout, progress and errors to stderr.
 
 Exit codes: 0 done, 2 wrong usage, 130 interrupted, otherwise the ``exit_code`` of the error's class in
-:mod:`edge_dflash.errors`; of SIGTERM and SIGHUP the process dies, after the same clean-up. An error is one line that
-starts with ``error:``.
+:mod:`edge_dflash.errors`; docs/cli.md has them all. Of SIGTERM and SIGHUP the process dies, after the same
+clean-up. An error is one line that starts with ``error:``.
 """
 
 from __future__ import annotations

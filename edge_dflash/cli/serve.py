@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from dataclasses import replace
@@ -39,6 +38,7 @@ def serve(
     """
     try:
         from edge_dflash.serve.config import ServeConfig, load_config
+        from edge_dflash.serve.journal import log_to
         from edge_dflash.serve.server import listen_sockets, logged, run
         from edge_dflash.serve.service import SystemdNotifier
     except ModuleNotFoundError as error:
@@ -58,8 +58,7 @@ def serve(
         state_dir=given.state_dir if state_dir is None else str(state_dir),
     )
     chosen = replace(chosen, service=given)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("edge_dflash").setLevel(logging.INFO)
+    log_to(2)
     showing = stages if sys.stderr.isatty() else logged
     run(
         chosen,

@@ -32,7 +32,7 @@ def parse_url(url: str) -> tuple[str | None, str]:
     if url.startswith("unix:"):
         path = url.removeprefix("unix:")
         path = "/" + path.lstrip("/") if path.startswith("//") else path
-        if path.strip("/"):
+        if path.strip("/") and "\0" not in path:
             return path, "http://edge-dflash"
     wrong = ServiceError(f"{url!r} is no address of a service; give unix:/PATH, http://HOST:PORT or https://HOST")
     try:
@@ -40,9 +40,10 @@ def parse_url(url: str) -> tuple[str | None, str]:
         _ = parts.port
     except ValueError:  # brackets that are left open, a port that is no number
         raise wrong from None
-    if parts.scheme == "http+unix" and parts.netloc:
+    if parts.scheme == "http+unix" and parts.netloc and "\0" not in unquote(parts.netloc):
         return unquote(parts.netloc), "http://edge-dflash" + parts.path.rstrip("/").removesuffix("/v1")
-    if parts.scheme in ("http", "https") and parts.netloc and not parts.query and not parts.fragment:
+    usable = parts.geturl().isprintable() and not parts.query and not parts.fragment
+    if parts.scheme in ("http", "https") and parts.netloc and usable:
         return None, parts.geturl().rstrip("/").removesuffix("/v1")
     raise wrong
 

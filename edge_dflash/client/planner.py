@@ -153,7 +153,9 @@ class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePla
         """
         self._server.needs("load_session")
         rules.checked(_ARGUMENTS, {"path": path})
-        return RemoteSession(self)._continue(quote(str(path), safe=""))
+        session = RemoteSession(self)._continue(quote(str(path), safe=""))
+        session._saved.add(str(path))
+        return session
 
 
 class RemoteSession(AbstractContextManager["RemoteSession"]):
@@ -171,6 +173,7 @@ class RemoteSession(AbstractContextManager["RemoteSession"]):
         self._messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
         self._begun = False  # whether the server has it
         self._stale: str | None = None  # the name under which a first turn came to nothing
+        self._saved: set[str] = set()  # names that it wrote, or came from
         self._busy = False
         self._closed = False
 
@@ -226,15 +229,19 @@ class RemoteSession(AbstractContextManager["RemoteSession"]):
     def save(self, path: Path | str) -> int:
         """Save the conversation on the server, under a name that is no path; returns its bytes.
 
-        Raises RequestError where the server keeps no conversations, and for a name with other characters than letters,
-        digits and ``. _ -``.
+        A name that this conversation saved to, or was loaded from, holds its new state then. Raises RequestError for
+        one that another has or has gone on with, for one with other characters than letters, digits and ``. _ -``, and
+        where the server keeps no conversations.
         """
         self._planner._server.needs("save")
         with self._lock:
             self._check()
             if not self._begun:
                 raise RequestError("the session has no turn yet, there is nothing to save; save it after the first")
-            return int(self._connection.session("POST", f"{self._name}/save", {"to": str(path)})["bytes"])
+            body = {"to": str(path), **({"replace": True} if str(path) in self._saved else {})}
+            size = int(self._connection.session("POST", f"{self._name}/save", body)["bytes"])
+            self._saved.add(str(path))
+            return size
 
     def close(self) -> None:
         """Forget it, on the server too; saved copies stay. Closing twice does no harm."""

@@ -167,10 +167,20 @@ def text(value: Any) -> str:
 
 
 def path(value: Any) -> Any:
-    """A path, as text or as a path object."""
-    if not isinstance(value, str | os.PathLike):
+    """A path, as text or as a path object. One with a NUL is none: the system would take what stands before it."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(found := os.fspath(value), str):
         raise TypeError
+    if "\0" in found:
+        raise ValueError
     return value
+
+
+def refuse_nul(values: Mapping[str, Any]) -> None:
+    """Raise RequestError, naming it, for a text or path among the values that holds a NUL."""
+    for name, value in values.items():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, str | os.PathLike) and "\0" in os.fsdecode(one):
+                raise RequestError(f"{name} is {short(os.fsdecode(one))}; give one without NUL (U+0000)")
 
 
 def texts(value: Any) -> Any:

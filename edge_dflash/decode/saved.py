@@ -112,6 +112,8 @@ def save_session(path: Path | str, state: SessionState) -> int:
     Returns the bytes of the file, which only its owner may read. Raises StorageError when it cannot be written.
     """
     path = Path(path)
+    if not path.name:
+        raise RequestError(f"path is {str(path)!r}, which names no file; give the path of one")
     arrays: dict[str, Array] = {_TOKENS: np.array(state.tokens, dtype=np.int32)}
     if state.snapshot is not None:
         arrays |= {_STATE + name: array for name, array in state.snapshot.arrays.items()}
@@ -243,13 +245,18 @@ def _check(path: Path, header: bytes, fingerprint: str, arrays: Mapping[str, Arr
         )
 
 
+def partial_of(path: Path) -> Path:
+    """Where a session is written before it takes the name ``path``."""
+    return path.with_name(path.name + ".partial")
+
+
 @contextmanager
 def _replacement(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the name ``path`` when all of it is on the disk, and leaves nothing when it fails.
 
     It is written as ``path.partial``, under a lock: what a kill leaves there is overwritten by the next save.
     """
-    partial = path.with_name(path.name + ".partial")
+    partial = partial_of(path)
     with os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.common.files import directory
+from edge_dflash.common.rules import refuse_nul
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.install import releases
 from edge_dflash.install.host import ACTIVATED, CONFIG, ENABLED, FILES, TCP, Host, InstallPaths, host_of
@@ -59,6 +60,7 @@ def install(
     Raises BundleError for a damaged bundle, EdgeDflashError when the program cannot be seen by the service, the disk is
     too small, or the new release does not become ready; the previous one serves again then.
     """
+    refuse_nul({"bundle": bundle, "root": root, "program": program})
     options, layout = options or InstallOptions(), InstallPaths(root)
     host = host or host_of(root)
     _check_root(host)
@@ -105,6 +107,7 @@ def rollback(root: Path, *, start: bool = True, host: Host | None = None) -> Out
 
     Raises EdgeDflashError when no release is older or it does not start, BundleError when it is visibly damaged.
     """
+    refuse_nul({"root": root})
     layout, host = InstallPaths(root), host or host_of(root)
     _check_root(host)
     with releases.locked(layout):
@@ -124,6 +127,7 @@ def rollback(root: Path, *, start: bool = True, host: Host | None = None) -> Out
 
 def remove(root: Path, *, purge: bool = False, host: Host | None = None) -> Outcome:
     """Stop and remove the service with its releases; ``purge``: configuration, drop-ins and saved sessions too."""
+    refuse_nul({"root": root})
     layout, host = InstallPaths(root), host or host_of(root)
     _check_root(host)
     with releases.locked(layout) if layout.releases.is_dir() else nullcontext():

@@ -5,7 +5,8 @@ picture. The worker only leaves a plan here: a second thread makes the line and 
 disk. What a disk refuses is counted and told once in the log, and the request has its plan all the same.
 
 The file and the one before it (``NAME.1``) have at most the bytes of the limit together: when the newer one is half of
-it, it becomes the older one, and what that held is gone.
+it, it becomes the older one, and what that held is gone. Others may rename, remove or cut the file at any time (as
+logrotate does): the next line goes to the file that has the name then.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ log = logging.getLogger("edge_dflash.runner")
 LIMIT = 64 << 20  # bytes
 LEAST = 4096  # bytes of a limit
 WAITING = 256  # answers that wait for the disk; more are dropped
+_TRIES = 8  # to write a line to a file that others remove meanwhile
 _CLOSE_SECONDS = 5.0  # that a close waits for them
 _TAIL = 1 << 16  # bytes that are read at a time, backwards, to find a whole line
 _SHAPING = ("regex", "grammar", "whitespace", "thinking", "tool_choice", "temperature", "top_k", "top_p", "stop")
@@ -124,19 +127,35 @@ class AnswerLog:
         if len(line) > self._half:
             self._count("dropped")
             return
-        if self._file < 0:
-            self._open()
-        if self._size + len(line) > self._half:
-            self._path.replace(self._path.with_name(self._path.name + ".1"))
-            self._release()
-            self._open()
-        if os.write(self._file, line) != len(line):
-            os.ftruncate(self._file, self._size)
-            raise OSError("the disk took a part of a line")
-        self._size += len(line)
+        for _ in range(_TRIES):
+            self._find()
+            if self._size + len(line) > self._half:
+                self._path.replace(self._path.with_name(self._path.name + ".1"))
+                self._find()
+            if os.write(self._file, line) != len(line):
+                if os.fstat(self._file).st_size > self._size:
+                    os.ftruncate(self._file, self._size)
+                raise OSError("the disk took a part of a line")
+            self._size += len(line)
+            if os.fstat(self._file).st_nlink:
+                break  # else the file was removed meanwhile, and the line with it
+        else:
+            raise OSError("it is removed as soon as it is written to")
         if self._stats.error:
             log.info("answers are recorded again in %s", self._path)
         self._count("written", error="")
+
+    def _find(self) -> None:
+        """Have the file open that the path names now, its size known: others rename, remove, replace and cut it."""
+        if self._file >= 0:
+            mine = os.fstat(self._file)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(mine, self._path.lstat()):
+                    if mine.st_size != self._size:
+                        self._size = mend(self._file)
+                    return
+            self._release()
+        self._open()
 
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

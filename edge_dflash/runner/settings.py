@@ -44,7 +44,7 @@ def _recording(value: Any) -> Recording | None:
     if value is None:
         return None
     given = value if isinstance(value, Recording) else Recording(Path(rules.path(value)))
-    path = Path(given.path)
+    path = Path(rules.path(given.path))
     if not path.name or path.is_dir() or not path.parent.is_dir():
         raise ValueError
     return Recording(path.absolute(), rules.whole(LEAST)(given.limit))

@@ -37,6 +37,7 @@ from edge_dflash.serve.openapi import (
     NUMBER,
     RUNS,
     STORED,
+    TAKEN,
     TEXT,
     WITH_BODY,
     Operation,
@@ -48,6 +49,7 @@ from edge_dflash.serve.openapi import (
     or_null,
     ref,
 )
+from edge_dflash.serve.request_log import RequestLog
 from edge_dflash.serve.service import Service, State
 
 _PIECE = 8192  # token ids that are written at once
@@ -63,7 +65,10 @@ def make_app(service: Service, keys: Keys | None = None) -> Starlette:
     app = Starlette(
         routes=[_route(service, path, methods) for path, methods in operations.items()],
         exception_handlers={HTTPException: _http_error, Exception: _defect},
-        middleware=[Middleware(Guard, keys=keys or {}, header_bytes=service.config.limits.header_bytes)],
+        middleware=[
+            Middleware(RequestLog, which=service.config.service.log),
+            Middleware(Guard, keys=keys or {}, header_bytes=service.config.limits.header_bytes),
+        ],
     )
     app.router.redirect_slashes = False  # a path that does not exist is answered as such
     app.state.document = dump(document(OPERATIONS, SCHEMAS, service.config, key=bool(keys)))
@@ -197,15 +202,20 @@ async def openapi(service: Service, request: Request) -> ASGIApp:
 # Sessions -------------------------------------------------------------------------------------------------------------
 
 
-def _to(body: Mapping[str, Any], config: ServeConfig, needed: str = "") -> str | None:
+def _new(body: Mapping[str, Any], config: ServeConfig) -> str:
     """The name of another session. Raises Refusal."""
     given = BodyFields(body)
-    to = given.text("to", facts=NAME, needed=needed)
+    to = given.text("to", facts=NAME, needed="give the name of the new session")
     given.done()
-    return None if to is None else session_name(to, "to")
+    return session_name(to, "to")
 
 
-_new = partial(_to, needed="give the name of the new session")
+def _to(body: Mapping[str, Any], config: ServeConfig) -> tuple[str | None, bool]:
+    """The name to save under, None for its own, and whether an earlier state there may go. Raises Refusal."""
+    given = BodyFields(body)
+    to, replace = given.text("to", facts=NAME), given.flag("replace") or False
+    given.done()
+    return None if to is None else session_name(to, "to"), replace
 
 
 @operation("GET", _SESSIONS, "All sessions, open and saved.", ref("SessionList"))
@@ -234,20 +244,20 @@ async def delete_session(service: Service, request: Request) -> ASGIApp:
 
 
 @operation(
-    "POST", _SESSIONS + "/{name}/save", "Write a session.", ref("SessionSaved"), {**WITH_BODY, **NAMED, **STORED},
-    read=_to, samples=({},),
+    "POST", _SESSIONS + "/{name}/save", "Write a session.", ref("SessionSaved"),
+    {**WITH_BODY, **NAMED, **TAKEN, **STORED}, read=_to, samples=({},),
 )  # fmt: skip
 async def save_session(service: Service, request: Request) -> ASGIApp:
     """Write it, with ``to`` under another name."""
     _, found = service.loaded(request.state.account)
-    name, to = _name(request), await read_body(service, request, _to)
-    size = await service.on_thread(partial(found.save, name, to))
+    name, (to, replace) = _name(request), await read_body(service, request, _to)
+    size = await service.on_thread(partial(found.save, name, to, replace=replace))
     return json_response({"id": to or name, "object": "edge_dflash.session", "saved": True, "bytes": size})
 
 
 @operation(
     "POST", _SESSIONS + "/{name}/fork", "Another session that goes on from here.", ref("SessionForked"),
-    {**WITH_BODY, **NAMED, **RUNS, **STORED}, read=_new, samples=({"to": "x"},),
+    {**WITH_BODY, **NAMED, **RUNS, **TAKEN, **STORED}, read=_new, samples=({"to": "x"},),
 )  # fmt: skip
 async def fork_session(service: Service, request: Request) -> ASGIApp:
     """Let the session ``to`` go on from this one."""

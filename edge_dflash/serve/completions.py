@@ -42,8 +42,13 @@ operations = Operations()
 class Running:
     """A request that was admitted. Called (ASGI), it sends its answer as events and ends."""
 
-    def __init__(self, service: Service, call: Call, arrived: float, account: str) -> None:
-        """``arrived``: time.perf_counter() of its arrival. Raises Refusal when it cannot be taken now."""
+    def __init__(self, service: Service, call: Call, arrived: float, state: dict[str, Any]) -> None:
+        """``arrived``: time.perf_counter() of its arrival; ``state``: the request's, which is told what becomes of it.
+
+        Raises Refusal when it cannot be taken now.
+        """
+        self._state, account = state, str(state["account"])
+        state["caller"] = call.options.get("caller")
         planner, self._sessions = service.loaded(account)
         service.check_model(call.model, "model")
         self.call = call
@@ -56,7 +61,7 @@ class Running:
         self._session_error: str | None = None  # why its session was not saved
         self._counted = False
         self._began = 0.0  # time.perf_counter() of its call to the planner
-        self.writer = Writer(call, service.config.model, planner.fingerprint[:16])
+        self.writer = Writer(call, service.config.model, planner.fingerprint[:16], state["id"])
         self.streams = apart(self._begin, call.distinct)
         service.streams.update(self.streams)
 
@@ -123,6 +128,7 @@ class Running:
         if self._counted:
             return
         self._counted = True
+        self._state["plans"] = plans
         for plan in plans:
             self._service.metrics.plan(plan, self._account, first=plan is plans[0])
         if (joules := self._joules(plans)) is not None:
@@ -163,14 +169,14 @@ class Running:
         except _GoneError:
             self._leave()
         finally:
-            self._service.metrics.ended(self.endpoint, outcome)
+            self.ended(outcome)
             watcher.cancel()
             await self.end()
 
-    @property
-    def endpoint(self) -> str:
-        """Its name in the metrics."""
-        return "chat" if self.call.chat else "completions"
+    def ended(self, outcome: str) -> None:
+        """Count the request, and note what the log is to say."""
+        self._service.metrics.ended("chat" if self.call.chat else "completions", outcome)
+        self._state["outcome"] = outcome
 
     async def _events(self, send: Send) -> str:
         """Send them; returns the outcome."""
@@ -187,7 +193,7 @@ class Running:
         except _GoneError:
             raise
         except Exception as error:
-            refused = self._service.refusal(error)
+            self._state["refused"] = refused = self._service.refusal(error)
             await self._event(send, refused.body)
             outcome = refused.code or "refused"
         await self._data(send, b"data: [DONE]\n\n")
@@ -271,7 +277,7 @@ async def _generate(service: Service, request: Request, read: Read, endpoint: st
     try:
         service.loaded()
         call = await read_body(service, request, read)
-        running = Running(service, call, arrived, request.state.account)
+        running = Running(service, call, arrived, request.scope["state"])
         watcher = asyncio.create_task(running.watch(request.receive))
         async with turn(request):
             if running.disconnected:
@@ -282,14 +288,16 @@ async def _generate(service: Service, request: Request, read: Read, endpoint: st
             streaming, running = running, None
             return streaming
         plans, details = await running.finish()
-        service.metrics.ended(endpoint, "disconnected" if running.disconnected else plans[0].finish_reason)
+        running.ended("disconnected" if running.disconnected else plans[0].finish_reason)
         made = partial(running.writer.whole, plans, details)
         small = sum(len(plan.tokens) for plan in plans) < SMALL
         return json_response(made()) if small else await service.written(made)
     except Exception as error:
         refused = service.refusal(error)
         gone = running is not None and running.disconnected
-        service.metrics.ended(endpoint, "disconnected" if gone else _OUTCOMES.get(refused.status, "refused"))
+        outcome = "disconnected" if gone else _OUTCOMES.get(refused.status, "refused")
+        service.metrics.ended(endpoint, outcome)
+        request.scope["state"]["outcome"] = outcome
         return refused.response()
     finally:
         if watcher is not None:

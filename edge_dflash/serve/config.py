@@ -16,9 +16,10 @@ from typing import Any
 from edge_dflash.backends.selftest import MODES
 from edge_dflash.common.files import read_text
 from edge_dflash.decode.backend import MOST_LANES
-from edge_dflash.errors import ConfigError
+from edge_dflash.errors import ConfigError, short
 
 SAVES = ("turn", "shutdown", "never")
+LOGS = ("requests", "errors", "none")
 MIB = 1 << 20
 _ENDLESS = 2**53
 _RANGES: Mapping[str, tuple[float, int]] = {  # of numbers; others are at least 0
@@ -50,6 +51,7 @@ class ServiceConfig:
     state_dir: str = "/var/lib/edge-dflash/state"  # of sessions and recorded answers; nothing is written elsewhere
     record: bool = False  # finished answers, with their prompts, are appended to a file in state_dir
     record_mib: int = 64  # of it, at most; the oldest answers go
+    log: str = "requests"  # a line for each request; errors: for those that are refused or fail; none
     self_test: str = "refuse"  # refuse, warn or off
     check_hashes: bool = True
 
@@ -75,7 +77,7 @@ class LimitConfig:
 
     body_bytes: int = 1 * MIB
     header_bytes: int = 16384
-    connections: int = 64  # of the Unix socket and of TCP each
+    connections: int = 64  # of the Unix socket and of TCP each; three quarters of one user or address
     json_depth: int = 64
     schema_bytes: int = 65536  # of a schema, regex or grammar
     prompt_chars: int = 0  # all texts of a request together
@@ -126,7 +128,9 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value outside its range."""
-        texts = (("service.self_test", self.service.self_test, MODES), ("sessions.save", self.sessions.save, SAVES))
+        service = self.service
+        texts = [("service.log", service.log, LOGS), ("service.self_test", service.self_test, MODES)]
+        texts.append(("sessions.save", self.sessions.save, SAVES))
         for name, text, accepted in texts:
             if text not in accepted:
                 raise ConfigError(f"{name} is {text!r}; accepted are {', '.join(accepted)}")
@@ -143,6 +147,8 @@ class ServeConfig:
         for section in fields(self):
             for key in fields(part := getattr(self, section.name)):
                 value, name = getattr(part, key.name), f"{section.name}.{key.name}"
+                if isinstance(value, str) and "\0" in value:
+                    raise ConfigError(f"{name} is {short(value)}; give a text without NUL (U+0000)")
                 if isinstance(value, bool | str):
                     continue
                 low, high = _RANGES.get(name, (0, _ENDLESS))

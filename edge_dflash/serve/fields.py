@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Never
 
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from edge_dflash.errors import (
     BundleError,
@@ -60,7 +61,7 @@ class Refusal(RequestError):
 
     def response(self) -> Response:
         """The answer to the request."""
-        return json_response(self.body, self.status, self.headers)
+        return _RefusalResponse(self)
 
 
 # Class of errors: status, code, whether the request may be sent again after a while. The first that fits.
@@ -99,6 +100,19 @@ def dump(value: object, *, sharing: bool = False) -> bytes:
 def json_response(value: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A response with a JSON body."""
     return Response(dump(value), status, headers, "application/json")
+
+
+class _RefusalResponse(Response):
+    """The answer to a request that is refused; its state says why, for the log."""
+
+    def __init__(self, refused: Refusal) -> None:
+        super().__init__(dump(refused.body), refused.status, refused.headers, "application/json")
+        self._refused = refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it (ASGI)."""
+        scope.setdefault("state", {})["refused"] = self._refused
+        await super().__call__(scope, receive, send)
 
 
 class BodyFields:

@@ -69,6 +69,7 @@ WITH_BODY = {
 }
 RUNS = {404: "There is no such model.", 409: "The session is in use.", 429: "The queue is full."}
 NAMED = {400: "This is no name of a session.", 404: "There is no such session.", 409: "The session is in use."}
+TAKEN = {409: "The session is in use, or the name that was given is another session's."}
 STORED = {507: "The disk is full."}
 
 

@@ -5,7 +5,6 @@ SCHEMAS says so to the document of the API; tests compare it with answers, in bo
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -25,10 +24,10 @@ _FINISH = {"stop": "stop", "length": "length", "context": "length", "deadline": 
 class Writer:
     """Writes the answer to one request: whole, or its pieces in order."""
 
-    def __init__(self, call: Call, model: str, fingerprint: str) -> None:
+    def __init__(self, call: Call, model: str, fingerprint: str, request_id: str) -> None:
         self._call = call
         self._head = {
-            "id": ("chatcmpl-" if call.chat else "cmpl-") + secrets.token_hex(12),
+            "id": ("chatcmpl-" if call.chat else "cmpl-") + request_id,
             "object": "chat.completion" if call.chat else "text_completion",
             "created": int(time.time()),
             "model": model,

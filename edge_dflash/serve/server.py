@@ -32,7 +32,10 @@ from edge_dflash.serve.state_dir import held
 
 log = logging.getLogger("edge_dflash.serve")
 Showing: TypeAlias = Callable[[str], AbstractContextManager[Progress]]  # shows the progress of what is named
-_BACKLOG = 64
+_BACKLOG = 1024  # connections that wait to be accepted; a Unix socket refuses those beyond
+_ACCEPTED = (
+    4  # connections that are accepted before those that are open are read: a crowd must not push them out unread
+)
 FIRST_LISTEN_FD = 3  # SD_LISTEN_FDS_START
 
 
@@ -143,7 +146,8 @@ def listen_sockets(
 ) -> tuple[socket.socket, ...]:
     """Listening sockets that systemd passed to this process, in their order; or none. See sd_listen_fds(3).
 
-    LISTEN_FDS and LISTEN_PID say so, which with NOTIFY_SOCKET are the only variables that edge-dflash reads.
+    LISTEN_FDS and LISTEN_PID say so, which with NOTIFY_SOCKET and JOURNAL_STREAM are the only variables that
+    edge-dflash reads.
     """
     count, meant = (int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
                     for text in (environ.get("LISTEN_FDS", ""), environ.get("LISTEN_PID", "")))  # fmt: skip
@@ -182,10 +186,21 @@ def uvicorn_config(service: Service, keys: Keys) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        backlog=_ACCEPTED,
         timeout_keep_alive=max(1, round(timeouts.idle)),
         timeout_graceful_shutdown=5,
         h11_max_incomplete_event_size=limits.header_bytes,
     )
+
+
+class AcceptingServer(uvicorn.Server):
+    """uvicorn's server, on sockets whose backlog is not how many are accepted at a time."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections."""
+        await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(_BACKLOG)
 
 
 async def _main(
@@ -202,7 +217,7 @@ async def _main(
     closed = sys.stderr.isatty()  # then SIGHUP says that the terminal was closed
     loop.add_signal_handler(signal.SIGHUP, stop.set if closed else reload)
     loop.set_default_executor(service.threads)
-    server = uvicorn.Server(uvicorn_config(service, keys))
+    server = AcceptingServer(uvicorn_config(service, keys))
 
     def drain(sig: int, frame: object) -> None:  # in the main thread, between any two instructions
         loop.call_soon_threadsafe(stop.set)

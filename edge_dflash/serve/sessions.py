@@ -3,6 +3,8 @@
 An owner is an account; what others have is not there for it. Names were checked. Every method but the constructors may
 wait for the engine, so none is called on the loop's thread. Where the disk fails, a session stays as it is in memory
 and is saved at the next occasion.
+
+No file is written over but that which the session itself wrote or came from, or, if asked, an earlier state of it.
 """
 
 from __future__ import annotations
@@ -11,19 +13,22 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from edge_dflash.decode.saved import load_session
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.planner import Planner
 from edge_dflash.serve.fields import Refusal
 from edge_dflash.serve.limits import own
-from edge_dflash.serve.state_dir import SessionFiles
+from edge_dflash.serve.state_dir import Mark, SessionFiles
 from edge_dflash.session import PlannerSession
 
 log = logging.getLogger("edge_dflash.serve")
+_EXISTS = "session_exists"
 _LETS_GO = 5.0  # seconds that a request which has ended may take to let its session go
 
 
@@ -34,6 +39,7 @@ class _Slot:
     lock: threading.Lock = field(default_factory=threading.Lock)
     session: PlannerSession | None = None
     saved: int = 0  # tokens that the file holds
+    file: Mark | None = None  # which the session came from or wrote last
     users: int = 0  # who is about to hold it, or does
     held: bool = False  # by one request
     due: bool = False  # to be saved when its turn has ended
@@ -98,17 +104,27 @@ class Sessions:
         said = {"messages": list(session.messages), "token_ids": list(session.tokens)}
         return {**self._entry(name, slot), **said}
 
-    def save(self, name: str, to: str | None = None) -> int:
-        """Write a session, under its own name or another; returns the file's bytes."""
+    def save(self, name: str, to: str | None = None, *, replace: bool = False) -> int:
+        """Write a session, under its own name or a new one; returns the file's bytes.
+
+        ``replace``: under ``to`` may be an earlier state of this session. Raises Refusal for what else is there.
+        """
         with self._lock:
-            slot = self._slots.get(name)
-            taken = to is not None and to != name and to in self._slots
-        if slot is None:
-            raise _unknown(name)
-        if taken:
-            raise Refusal(f"session {to!r} is open; save to another name, or delete it", status=409, param="to")
-        with slot.lock:
-            return self._written(name, slot, to or name)
+            if (slot := self._slots.get(name)) is None:
+                raise _unknown(name)
+            used = {name: slot}
+            if to is not None:
+                used[to] = self._slots.setdefault(to, _Slot())  # nobody opens it meanwhile
+            for one in used.values():
+                one.users += 1
+        try:
+            with ExitStack() as locks:
+                for _, one in sorted(used.items()):
+                    locks.enter_context(one.lock)
+                return self._written(name, slot, to or name, used[to or name], replace=replace)
+        finally:
+            for at, one in used.items():
+                self._let_go(at, one)
 
     def fork(self, name: str, to: str) -> None:
         """Let the session ``to`` go on from where ``name`` stands."""
@@ -121,8 +137,8 @@ class Sessions:
             target = self._slot(to)
             try:
                 with target.lock:
-                    if target.session is not None or self._files.has(to):
-                        raise Refusal(f"session {to!r} exists; give a new name, or delete it", status=409, param="to")
+                    if target.session is not None or self._files.mark(to) is not None:
+                        raise _exists(to)
                     target.session = source.fork()
             finally:
                 self._let_go(to, target)
@@ -162,10 +178,25 @@ class Sessions:
         with slot.lock:
             try:
                 if _unsaved(slot):
-                    self._written(name, slot, name)
+                    self._written(name, slot, name, slot)
+                return ""
             except EdgeDflashError as error:
-                return f"session {name}: {error}"
-        return ""
+                problem = f"session {name}: {error}"
+                if not isinstance(error, Refusal) or error.code != _EXISTS:
+                    return problem
+        return f"{problem}; {self._saved_beside(name)}"
+
+    def _saved_beside(self, name: str) -> str:
+        """Save a session whose file became another's under the first name that is free; says what came of it."""
+        for number in range(2, 100):
+            beside = f"{name[:60]}-{number}"
+            try:
+                self.save(name, beside, replace=True)
+                return f"it is saved as {beside!r}"
+            except EdgeDflashError as error:
+                if not isinstance(error, Refusal) or error.code != _EXISTS:
+                    return str(error)
+        return "no name beside it is free"
 
     def _slot(self, name: str) -> _Slot:
         """The slot of a name, with one more user; another one is closed if there are too many."""
@@ -209,7 +240,7 @@ class Sessions:
                     if self._save == "never":
                         continue
                     try:
-                        self._written(name, slot, name)
+                        self._written(name, slot, name, slot)
                     except EdgeDflashError as error:
                         unsaved = unsaved or error
                         continue
@@ -230,22 +261,45 @@ class Sessions:
     def _opened(self, name: str, slot: _Slot) -> PlannerSession:
         if slot.session is None:
             if self._files.has(name):
+                slot.file = self._files.mark(name)
                 slot.session = self._planner.load_session(self._files.path(name))
                 slot.saved = len(slot.session.tokens)
             else:
                 slot.session = self._planner.session()
         return slot.session
 
-    def _written(self, name: str, slot: _Slot, to: str) -> int:
+    def _written(self, name: str, slot: _Slot, to: str, target: _Slot, *, replace: bool = False) -> int:
+        """Write a session to the file of ``to``, whose slot is ``target``; both are locked."""
         if slot.session is None:
             raise _unknown(name)
         if slot.session.busy:
             raise _busy(name)
         self._files.make_room(to)
+        there = self._files.mark(to)
+        if target is slot and there not in (None, slot.file):
+            why = f"the file of session {name!r} is not the one that this session wrote or came from"
+            raise Refusal(f"{why}; save to another name, or move it away", status=409, code=_EXISTS)
+        taken = target is not slot and (target.session is not None or there is not None)
+        if taken and not (replace and self._is_earlier(to, target, there, slot.session.tokens)):
+            raise _exists(to)
         size = slot.session.save(self._files.path(to))
-        if to == name:
-            slot.saved = len(slot.session.tokens)
+        if target is slot:
+            slot.saved, slot.file = len(slot.session.tokens), self._files.mark(to)
+        elif target.session is not None:
+            target.session.close()
+            target.session = None
         return size
+
+    def _is_earlier(self, name: str, slot: _Slot, there: Mark | None, tokens: tuple[int, ...]) -> bool:
+        """Whether all that a name holds, open and in its file, is the beginning of these tokens."""
+        held = [] if slot.session is None else [slot.session.tokens]
+        if slot.held or (slot.session is not None and slot.session.busy):
+            raise _busy(name)
+        if there is not None:
+            if not self._files.has(name):
+                return False
+            held.append(load_session(self._files.path(name), self._planner.fingerprint).tokens)
+        return all(tokens[: len(one)] == one for one in held)
 
     def _entry(self, name: str, slot: _Slot | None) -> dict[str, Any]:
         session = slot.session if slot is not None else None
@@ -261,6 +315,11 @@ def _unsaved(slot: _Slot) -> bool:
 
 def _unknown(name: str) -> Refusal:
     return Refusal(f"there is no session {name!r}; a request with it makes one", status=404, code="session_not_found")
+
+
+def _exists(name: str) -> Refusal:
+    why = f"session {name!r} exists; give a new name, or delete it"
+    return Refusal(why, status=409, code=_EXISTS, param="to")
 
 
 def _busy(name: str) -> Refusal:

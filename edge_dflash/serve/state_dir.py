@@ -12,7 +12,10 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeAlias
 
+from edge_dflash.common.files import read_text
+from edge_dflash.decode.saved import partial_of
 from edge_dflash.errors import ServiceError, StorageError
 from edge_dflash.runner.recording import Recording
 from edge_dflash.serve.fields import Refusal
@@ -20,6 +23,7 @@ from edge_dflash.serve.fields import Refusal
 log = logging.getLogger("edge_dflash.serve")
 SUFFIX = ".session"
 ANSWERS = "answers.jsonl"
+Mark: TypeAlias = tuple[int, int, int]  # of a file: device, inode and time of its last change
 LOCK = "lock"  # file in the state directory that a running server holds; it says its process
 
 
@@ -33,7 +37,12 @@ def held(directory: Path) -> Iterator[None]:
     made = not directory.exists()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = _locked(directory / LOCK)
+        itself = _locked_directory(directory)  # whose lock stays when somebody removes the file
+        try:
+            descriptor = _locked(directory / LOCK)
+        except BaseException:
+            os.close(itself)
+            raise
     except OSError as error:
         log.warning(
             "cannot lock the state directory %s: %s; sessions may not be saved, another --state-dir may do",
@@ -52,6 +61,7 @@ def held(directory: Path) -> Iterator[None]:
             if made:
                 directory.rmdir()  # if nothing was saved
         os.close(descriptor)
+        os.close(itself)
 
 
 def recording_in(directory: Path, limit: int) -> Recording | None:
@@ -77,15 +87,35 @@ def _locked(path: Path) -> int:
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
         except BlockingIOError:
-            owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(descriptor)
-            raise ServiceError(
-                f"another server, process {owner}, has the state directory {path.parent}; "
-                "stop it, or give another service.state_dir or --state-dir"
-            ) from None
+            raise _taken(path) from None
         except FileNotFoundError:
             pass
         os.close(descriptor)  # its holder ended meanwhile and took the file away
+
+
+def _locked_directory(directory: Path) -> int:
+    """A descriptor that holds the directory itself, as far as its file system has locks of directories."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise _taken(directory / LOCK) from None
+    except OSError:
+        pass  # such as NFS
+    return descriptor
+
+
+def _taken(path: Path) -> ServiceError:
+    """The error of a state directory whose lock another process has."""
+    owner = ""
+    with suppress(OSError, UnicodeDecodeError):
+        owner = read_text(path, 32).strip()
+    return ServiceError(
+        f"another server, process {owner or 'unknown'}, has the state directory {path.parent}; "
+        "stop it, or give another service.state_dir or --state-dir"
+    )
 
 
 class SessionFiles:
@@ -105,6 +135,14 @@ class SessionFiles:
         with _told(f"cannot read {path}"), suppress(FileNotFoundError, NotADirectoryError):
             return stat.S_ISREG(path.stat().st_mode)
         return False
+
+    def mark(self, name: str) -> Mark | None:
+        """Which file is there, of whatever kind; None: none."""
+        path = self.path(name)
+        with _told(f"cannot read {path}"), suppress(FileNotFoundError, NotADirectoryError):
+            found = path.lstat()
+            return found.st_dev, found.st_ino, found.st_mtime_ns
+        return None
 
     def names(self) -> list[str]:
         """All that are saved."""
@@ -126,9 +164,12 @@ class SessionFiles:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def remove(self, name: str) -> bool:
-        """Delete a file; False when nothing is saved."""
+        """Delete a file, and what a kill left of a later one; False when nothing is saved."""
         path = self.path(name)
-        with _told(f"cannot delete {path}"), suppress(FileNotFoundError, NotADirectoryError):
+        absent = suppress(FileNotFoundError, NotADirectoryError)
+        with _told(f"cannot delete {partial_of(path)}"), absent:
+            partial_of(path).unlink()
+        with _told(f"cannot delete {path}"), absent:
             path.unlink()
             return True
         return False

@@ -15,6 +15,7 @@ from edge_dflash.builder.card import CARD
 from edge_dflash.bundle.manifest import MANIFEST
 from edge_dflash.bundle.parts import building_path
 from edge_dflash.common.files import is_there
+from edge_dflash.common.rules import refuse_nul
 from edge_dflash.errors import RequestError
 from edge_dflash.training.forecast import BatchSize
 
@@ -77,6 +78,7 @@ class TrainingDir:
 
     def __init__(self, run: TrainingRun, *, dry: bool = False) -> None:
         """``dry``: only the first bundle is made here, and a training of other steps or data may follow."""
+        refuse_nul(vars(run))
         self.root = run.output / "work"
         self.start, self.before, self.after = (self.root / name for name in ("start", "before", "after"))
         self.taps, self.training, self.trained = (self.root / name for name in ("taps", "training", "trained"))

@@ -198,8 +198,16 @@ def test_sessions_go_on_fork_and_are_saved_on_the_server(service, remote):
     assert fork.tokens == there.tokens
     assert fork.plan("third", max_new_tokens=6).tokens == here.plan("third", max_new_tokens=6).tokens
     assert there.save("hall.session") > 100
+    there.plan("more", max_new_tokens=6)
+    assert there.save("hall.session") > 100  # its own, as a file in Python
+    with pytest.raises(RequestError, match=r"session 'hall.session' exists; give a new name, or delete it"):
+        fork.save("hall.session")
     restored = remote.load_session("hall.session")
     assert restored.tokens == there.tokens
+    restored.plan("and more", max_new_tokens=6)
+    assert restored.save("hall.session") > 100
+    with pytest.raises(RequestError, match=r"session 'hall.session' exists"):
+        there.save("hall.session")  # which went on meanwhile
     for name in ("../x", "/tmp/x", "a b", ""):
         with pytest.raises(RequestError):
             there.save(name)
@@ -212,7 +220,7 @@ def test_sessions_go_on_fork_and_are_saved_on_the_server(service, remote):
     for session in (there, fork, restored):
         session.close()
     left = remote._connection.call("GET", "/v1/edge_dflash/sessions")["data"]
-    assert [(entry["id"], entry["open"]) for entry in left] == [("hall.session", True)]
+    assert [(entry["id"], entry["open"]) for entry in left] == [("hall.session", False)]
     with pytest.raises(RequestError, match="closed"):
         there.plan("more")
 

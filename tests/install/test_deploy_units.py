@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -187,3 +190,49 @@ def test_exposure_is_small(name, tmp_path):
         "\n".join(line for line in text.splitlines() if not line.startswith(("Protect", "Restrict", "Capa")))
     )
     assert ask(*security, int(10 * MOST_EXPOSURE), open_unit).returncode != 0
+
+
+def test_every_shipped_file_names_keys_that_the_configuration_has():
+    """Also in comments: what a file calls a setting is one."""
+    config = ServeConfig()
+    known = {
+        f"{section.name}.{key.name}" for section in fields(config) for key in fields(getattr(config, section.name))
+    }
+    for path in DEPLOY.iterdir():
+        text = path.read_text()
+        for named in re.findall(r"\b([a-z_.]+) in config\.toml", text):
+            assert named in known, (path.name, named)
+        for section in fields(config):
+            for named in re.findall(rf"\b{section.name}\.[a-z_]+\b(?!\()", text) if path.suffix == ".conf" else ():
+                assert named in known, (path.name, named)
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.iterdir()), ids=lambda path: path.name)
+def test_every_shipped_file_loads(path):
+    if path.suffix == ".toml":
+        assert load_config(path) == ServeConfig()
+    elif path.suffix == ".json":
+        assert json.loads(path.read_text())["panels"]
+    elif path.suffix in (".service", ".socket") or path.name == "tcp.conf":
+        assert all(settings(path.name).values())
+        for line in path.read_text().splitlines():
+            assert not line or line.startswith(("#", "[")) or re.fullmatch(r"[A-Z][A-Za-z]+=.*", line), line
+    elif path.suffix == ".conf":  # of sysusers.d and tmpfiles.d
+        kinds = {"sysusers.conf": "ugmr", "tmpfiles.conf": "dDvfL"}[path.name]
+        lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+        assert lines
+        assert all(line.split()[0][0] in kinds for line in lines), lines
+    else:
+        assert path.name == "Containerfile"
+        assert path.read_text().count("\nFROM ") == 2
+
+
+def test_a_setting_that_a_page_names_is_one():
+    """`section.key` in the service's pages."""
+    config = ServeConfig()
+    for page in ("service.md", "thor.md", "troubleshooting.md"):
+        text = (DEPLOY.parent / "docs" / page).read_text()
+        for section in fields(config):
+            keys = {key.name for key in fields(getattr(config, section.name))}
+            for named in re.findall(rf"`{section.name}\.([a-z_]+)", text):
+                assert named in keys, (page, section.name, named)

@@ -256,3 +256,115 @@ def test_a_link_is_not_followed(tokenizer, tmp_path, path):
 def test_a_place_that_cannot_be_is_refused_at_open(tokenizer, given):
     with pytest.raises(RequestError, match=r"record is .*; give the path of a file in a directory that is there"):
         opened(tokenizer, given)
+
+
+def record(planner, *tasks):
+    """Plans whose answers are written before this returns."""
+    for task in tasks:
+        before = planner.recorded
+        planner.plan(task, max_new_tokens=2)
+        wait_for(planner, written=before.written + 1)
+
+
+def said(path):
+    return [line["messages"][0]["content"] for line in lines(path)]
+
+
+def test_a_file_that_was_renamed_is_left_and_another_begun(tokenizer, path):
+    """As logrotate does it."""
+    rotated = path.with_name("rotated")
+    with opened(tokenizer, path) as planner:
+        record(planner, "one")
+        path.rename(rotated)
+        record(planner, "two", "three")
+    assert (said(rotated), said(path)) == (["one"], ["two", "three"])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_file_that_was_removed_or_replaced_is_begun_anew(tokenizer, path):
+    with opened(tokenizer, path) as planner:
+        record(planner, "one")
+        path.unlink()
+        record(planner, "two")
+        assert said(path) == ["two"]
+        path.unlink()
+        path.write_text('{"answer": "old"}\ntorn')  # logrotate's "create"
+        record(planner, "three")
+    assert lines(path)[0]["answer"] == "old"
+    assert len(lines(path)) == 2
+
+
+def test_a_file_that_was_cut_goes_on_from_its_end(tokenizer, path):
+    """As logrotate's copytruncate does it."""
+    with opened(tokenizer, Recording(path, LEAST)) as planner:
+        record(planner, "one", "two")
+        os.truncate(path, 0)
+        record(planner, "three")
+        assert said(path) == ["three"]
+        os.truncate(path, path.stat().st_size - 3)  # in the middle of a line
+        record(planner, "four")
+        assert said(path) == ["four"]
+        size = path.stat().st_size
+        for number in range(10 * LEAST // size):
+            if number % 3 == 0:
+                os.truncate(path, 0)
+            record(planner, "five")
+        assert not path.with_name(path.name + ".1").exists()  # what is there counts, not what was
+
+
+def test_a_file_that_vanishes_while_a_line_is_written_gets_it_all_the_same(tokenizer, path, monkeypatch):
+    real = os.write
+
+    def write(file, data):
+        if not moved:
+            moved.append(path.unlink())
+        return real(file, data)
+
+    with opened(tokenizer, path) as planner:
+        record(planner, "one")
+        moved = []
+        monkeypatch.setattr(recording.os, "write", write)
+        record(planner, "two")
+    assert said(path) == ["two"]
+
+
+def test_a_part_of_a_line_is_taken_back_from_a_file_that_was_cut_meanwhile(tokenizer, path, monkeypatch):
+    real = os.write
+
+    def write(file, data):
+        os.truncate(path, 0)
+        return real(file, data[:9])
+
+    with opened(tokenizer, path) as planner:
+        record(planner, "one")
+        monkeypatch.setattr(recording.os, "write", write)
+        planner.plan("two", max_new_tokens=2)
+        wait_for(planner, failed=1)
+        monkeypatch.undo()
+        record(planner, "three")
+    assert b"\0" not in path.read_bytes()
+    assert said(path) == ["three"]
+
+
+def test_a_directory_that_vanishes_is_told_and_forgotten_when_it_is_back(tokenizer, tmp_path):
+    path = tmp_path / "state" / "answers.jsonl"
+    path.parent.mkdir()
+    with opened(tokenizer, path) as planner:
+        record(planner, "one")
+        path.parent.rename(tmp_path / "gone")
+        planner.plan("two", max_new_tokens=2)
+        wait_for(planner, failed=1)
+        path.parent.mkdir()
+        record(planner, "three")
+    assert said(path) == ["three"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("elsewhere")])
+def test_another_thing_of_that_name_is_refused(tokenizer, tmp_path, path, make):
+    with opened(tokenizer, path) as planner:
+        record(planner, "one")
+        path.unlink()
+        make(path)
+        planner.plan("two", max_new_tokens=2)
+        wait_for(planner, failed=1)
+    assert not (tmp_path / "elsewhere").exists()

@@ -229,3 +229,15 @@ def test_the_second_server_of_a_state_directory_is_refused_and_a_killed_one_make
     assert (first.state / LOCK).exists()
     with held(first.state):
         pass
+
+
+def test_a_lock_file_that_is_removed_lets_no_second_server_in(tmp_path):
+    state = tmp_path / "state"
+    with held(state):
+        (state / LOCK).unlink()
+        message = f"another server, process unknown, has the state directory {state}"
+        with pytest.raises(ServiceError, match=message), held(state):
+            pass
+        assert not (state / LOCK).exists()
+    with held(state):
+        pass

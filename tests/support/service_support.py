@@ -23,7 +23,7 @@ from text_support import thinking_tokenizer, write_tokenizer
 from edge_dflash.planner import Planner
 from edge_dflash.serve.app import make_app
 from edge_dflash.serve.config import ServeConfig, from_table
-from edge_dflash.serve.server import uvicorn_config
+from edge_dflash.serve.server import AcceptingServer, uvicorn_config
 from edge_dflash.serve.service import Service
 from edge_dflash.text.tokenizer import Tokenizer
 
@@ -161,7 +161,7 @@ def live(app_or_service, directory: Path, key: str = "", tcp: bool = False):
     one = socket.socket(socket.AF_INET if tcp else socket.AF_UNIX)
     one.bind(("127.0.0.1", 0) if tcp else str(path))
     one.listen()
-    server = uvicorn.Server(config)
+    server = AcceptingServer(config)
     thread = threading.Thread(target=server.run, args=([one],))
     address = f"http://127.0.0.1:{one.getsockname()[1]}" if tcp else f"unix:{path}"
     thread.start()

@@ -1,0 +1,239 @@
+"""A line of the log for each request: what it says, what it never says, and how systemd's journal gets it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from urllib.parse import quote
+
+import pytest
+from fakes import FakeBackend
+from planner_support import Gate
+from service_support import TEXT_SHAPE, Process, client_of, fake_service, live
+
+from edge_dflash.serve.journal import JournalFormatter, is_journal
+
+CHAT = "/v1/chat/completions"
+SECRET = "the-secret-of-the-prompt"
+BODY = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4}
+FIGURES = r"prompt=(\d+) reused=(\d+) generated=4 first_ms=\d+ accept=\d\.\d\d finish=length seconds=\d+\.\d{3}"
+
+
+@pytest.fixture
+def start(tmp_path, caplog):
+    """A service, its client, and the lines of its log that are requests."""
+    caplog.set_level(logging.INFO, "edge_dflash")
+    begun = []
+
+    def begin(key="", **sections):
+        begun.append(service := fake_service(tmp_path, **sections))
+        return client_of(service, key)
+
+    def lines():
+        return [(one.levelname, one.getMessage()) for one in caplog.records if one.name == "edge_dflash.requests"]
+
+    yield begin, lines
+    for service in begun:
+        service.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_one_line(start, stream):
+    begin, lines = start
+    client = begin()
+    for _ in range(2):
+        reply = client.post(CHAT, json={**BODY, "stream": stream, "edge_dflash": {"session": "hall"}})
+        assert reply.is_success
+    assert len(lines()) == 2
+    level, line = lines()[1]
+    found = re.fullmatch(rf"POST {CHAT} 200 id=([0-9a-f]{{24}}) caller=uid-\d+ {FIGURES}", line)
+    assert level == "INFO"
+    assert found, line
+    assert reply.headers["x-request-id"] == found[1]
+    assert f'"id":"chatcmpl-{found[1]}"' in reply.text
+    assert int(found[3]) > 0  # reused
+    assert SECRET not in line
+
+
+def test_choices_are_counted_together(start):
+    begin, lines = start
+    assert begin().post(CHAT, json={**BODY, "n": 2, "temperature": 1.0}).is_success
+    assert " generated=8 " in lines()[0][1]
+
+
+def test_what_is_refused_is_said_without_what_it_held(start):
+    begin, lines = start
+    client = begin()
+    client.post(CHAT, json={**BODY, "temperature": SECRET})
+    client.post(CHAT, json={**BODY, SECRET: 1})
+    client.post(CHAT, json={"messages": [{"role": SECRET, "content": "x"}]})
+    client.post(CHAT, json={**BODY, "max_tokens": 10**6})
+    client.post(CHAT, content=b"{" + SECRET.encode())
+    client.get("/v1/models/gpt?key=" + SECRET)
+    client.get("/health", headers={"host": "evil.example"})
+    said = [re.sub(r" id=.*? seconds=\S+", "", line) for _, line in lines()]
+    assert said == [
+        f"POST {CHAT} 400 refused=invalid_request_error param=temperature",
+        f"POST {CHAT} 400 refused=unknown_parameter",
+        f"POST {CHAT} 400 refused=invalid_request_error param=messages[0].role",
+        f"POST {CHAT} 400 refused=context_length_exceeded",
+        f"POST {CHAT} 415 refused=content_type",
+        "GET /v1/models/gpt 404 refused=model_not_found",
+        "GET /health 403 refused=host",
+    ]
+    assert {level for level, _ in lines()} == {"WARNING"}
+    assert SECRET not in str(lines())
+
+
+def test_a_key_is_never_said(start):
+    begin, lines = start
+    client = begin(key="k" * 20)
+    assert client.get("/v1/models", headers={"authorization": "Bearer " + "k" * 20}).is_success
+    assert client.get("/v1/models", headers={"authorization": "Bearer wrong-key-here"}).status_code == 401
+    (_, good), (level, bad) = lines()
+    assert " caller=key " in good
+    assert " caller=- " in bad
+    assert level == "WARNING"
+    assert not [word for word in ("kkkk", "wrong-key") if word in good + bad]
+
+
+@pytest.mark.parametrize("evil", ["a\nERROR x: fake", "a\r\n<3>fake", "a\x1b[31m", "a b=c", "\u2028fake", "x" * 5000])
+def test_nobody_writes_a_line_of_their_own(start, evil):
+    begin, lines = start
+    client = begin()
+    client.post(CHAT, json={**BODY, "user": evil})
+    client.post(CHAT, json={**BODY, evil: 1})
+    client.get("/v1/edge_dflash/sessions/" + quote(evil))
+    client.request("FAKE", "/v1/models")
+    for _, line in lines():
+        assert line.isascii()
+        assert line.isprintable()
+        assert len(line) < 600
+        assert re.fullmatch(r"[A-Z]+ /\S* \d{3}( [a-z_]+=\S+)+", line), line
+
+
+def test_a_client_that_left_is_said(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "edge_dflash")
+    backend = Gate(FakeBackend(TEXT_SHAPE, right=lambda position: 0), free=2)
+    service = fake_service(tmp_path, backend)
+    with live(service, tmp_path) as address, socket.socket(socket.AF_UNIX) as one:
+        one.connect(address.removeprefix("unix:"))
+        body = json.dumps({**BODY, "max_tokens": 90}).encode()
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        one.sendall(head.encode() + body)
+        assert backend.reached.wait(10)
+        one.close()
+        time.sleep(0.1)
+        backend.open.set()
+        until = time.monotonic() + 10
+        while not (found := [r.getMessage() for r in caplog.records if r.name == "edge_dflash.requests"]):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+    assert " finish=cancelled " in found[0]
+    assert found[0].endswith(" outcome=disconnected")
+    service.close()
+
+
+def test_a_stream_that_fails_is_said_though_its_status_was_good(tmp_path, caplog, start):
+    begin, lines = start
+    client = begin()
+
+    def broken(*args):
+        raise RuntimeError(SECRET)
+
+    service = client.app  # only its routes are used
+    assert service is not None
+    from edge_dflash.serve import completions
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(completions.Running, "finish", broken)
+        client.post(CHAT, json={**BODY, "stream": True})
+    level, line = lines()[0]
+    assert (level, line.startswith(f"POST {CHAT} 200 ")) == ("ERROR", True)
+    assert line.endswith(" refused=internal_error")
+
+
+@pytest.mark.parametrize(("which", "count"), [("requests", 2), ("errors", 1), ("none", 0)])
+def test_the_configuration_says_which_lines(start, which, count):
+    begin, lines = start
+    client = begin(service={"log": which})
+    assert client.post(CHAT, json=BODY).is_success
+    assert client.get("/health").is_success
+    assert client.get("/metrics").is_success
+    assert client.get("/nothing").status_code == 404
+    assert len(lines()) == count
+
+
+def test_each_of_many_requests_has_its_line(start):
+    begin, lines = start
+    client = begin()
+    threads = [threading.Thread(target=client.post, args=(CHAT,), kwargs={"json": BODY}) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({re.search("id=([0-9a-f]+)", line)[1] for _, line in lines()}) == 4
+
+
+# The journal ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_line_of_a_record_has_its_priority():
+    formatter = JournalFormatter("%(levelname)s %(message)s")
+    for level, number in (("DEBUG", 7), ("INFO", 6), ("WARNING", 4), ("ERROR", 3), ("CRITICAL", 2)):
+        record = logging.LogRecord("x", getattr(logging, level), "", 0, "one\ntwo", None, None)
+        assert formatter.format(record) == f"<{number}>{level} one\n<{number}>two"
+    try:
+        raise ValueError("x")
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "failed", None, sys.exc_info())
+    assert all(line.startswith("<3>") for line in formatter.format(record).splitlines())
+
+
+def test_the_journal_is_told_by_its_stream(tmp_path):
+    with (tmp_path / "stream").open("w") as stream:
+        found = os.fstat(stream.fileno())
+        right = f"{found.st_dev}:{found.st_ino}"
+        assert is_journal(stream.fileno(), {"JOURNAL_STREAM": right})
+        for wrong in ("", "x", f"{found.st_dev}:{found.st_ino + 1}", right + ":1"):
+            assert not is_journal(stream.fileno(), {"JOURNAL_STREAM": wrong})
+        assert not is_journal(stream.fileno(), {})
+    assert not is_journal(10**6, {"JOURNAL_STREAM": right})
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_service_under_systemd_says_priorities(demo_bundle, tmp_path, journal):
+    process = Process(demo_bundle, tmp_path, settings='self_test = "off"\n')
+    with (tmp_path / "log").open("wb") as stream:
+        found = os.fstat(stream.fileno())
+        there = f"{found.st_dev}:{found.st_ino + (not journal)}"
+        command = [sys.executable, "-m", "edge_dflash", "serve", "--config", str(process.config)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "JOURNAL_STREAM": there}
+        process.process = subprocess.Popen(command, stderr=stream, env=environment)
+    try:
+        until = time.monotonic() + 180
+        while "serving" not in (tmp_path / "log").read_text():
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        with process.client() as client:
+            body = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 2}
+            assert client.post(CHAT, json=body).is_success
+            assert client.post(CHAT, json={}).status_code == 400
+    finally:
+        process.stop()
+    lines = (tmp_path / "log").read_text().splitlines()
+    good = next(line for line in lines if f" POST {CHAT} 200 " in line or f": POST {CHAT} 200 " in line)
+    bad = next(line for line in lines if f": POST {CHAT} 400 " in line)
+    assert good.startswith("<6>INFO edge_dflash.requests: " if journal else "INFO edge_dflash.requests: ")
+    assert bad.startswith("<4>WARNING edge_dflash.requests: " if journal else "WARNING edge_dflash.requests: ")
+    assert all(line.startswith("<") == journal for line in lines)
+    assert SECRET not in str(lines)
