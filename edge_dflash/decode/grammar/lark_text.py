@@ -16,7 +16,8 @@ from typing import Any
 
 from edge_dflash.common.rules import refuse_surrogates
 from edge_dflash.decode.grammar.schema_check import check
-from edge_dflash.decode.grammar.schema_keywords import ANNOTATIONS, ENCODINGS, FORMATS
+from edge_dflash.decode.grammar.schema_formats import ENCODINGS, FORMATS
+from edge_dflash.decode.grammar.schema_plain import plain
 from edge_dflash.decode.grammar.schema_rewrite import rewrite
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tool_calls import (
@@ -44,10 +45,10 @@ _LEXICON = re.compile(
     re.VERBOSE,
 )
 
-_WHOLE = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions", *ANNOTATIONS))
+_WHOLE = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions"))
 _TEXT = frozenset(("type", "enum", "const", "pattern", "format", "contentEncoding", "minLength", "maxLength"))
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # of a regex: escape, class, character
-_UNTYPED = frozenset(("type", "anyOf", *ANNOTATIONS))
+_UNTYPED = frozenset(("type", "anyOf"))
 
 
 def prepare(text: str, token_id: Callable[[str], int | None], json_options: Mapping[str, object]) -> str:
@@ -114,8 +115,9 @@ def tool_grammar(tools: Sequence[Tool], dialect: JsonCalls | TaggedCalls) -> str
             raise RequestError(f"two tools are called {name!r}, so a call could mean either; give each its own name")
         names.add(name)
         try:
+            check(parameters)
+            parameters = plain(parameters)
             if isinstance(dialect, JsonCalls):
-                check(parameters)
                 rules.append(_json_call(f"c{index}", name, parameters, dialect))
             else:
                 rules += _tagged_call(f"c{index}", name, parameters, dialect)
@@ -152,9 +154,8 @@ def _json_call(rule: str, name: str, parameters: dict[str, Any], dialect: JsonCa
 
 def _tagged_call(rule: str, name: str, parameters: dict[str, Any], dialect: TaggedCalls) -> Iterator[str]:
     _need_plain(name, "its name")
-    if other := next((key for key in parameters if key not in _WHOLE and not key.startswith("x-")), None):
+    if other := next((key for key in parameters if key not in _WHOLE), None):
         raise RequestError(f"{other!r} of its parameters would not be enforced in this model's dialect; remove it")
-    check(parameters)
     properties: dict[str, Any] = dict(parameters.get("properties", {}))
     required = parameters.get("required", [])
     for key in required:
@@ -189,7 +190,6 @@ def _parameter(rule: str, key: str, schema: Any, shared: dict[str, Any], dialect
         yield f"{rule.upper()}: {text}"
     elif kinds and "string" not in kinds:
         whole = {**found, **shared} if isinstance(found, dict) else {}
-        check(whole)
         yield f"{rule}v: {_json(whole)} {_literal(after)}"
     elif _is_bare(found, shared):
         yield f'{rule}v: {rule}t {_literal(dialect.gap)}\n{rule}t[suffix="</parameter>"]: /(?s:.*)/'
@@ -205,7 +205,7 @@ def _values(schema: Any, shared: dict[str, Any]) -> list[Any] | None:
     schema = followed(schema, shared)
     if not isinstance(schema, dict):
         return None
-    rules = {key for key in schema if key not in ANNOTATIONS and not key.startswith("x-")}
+    rules = set(schema)
     if rules <= {"enum", "type"} and "enum" in rules:
         kinds = types_of({"type": schema["type"]}, shared) if "type" in rules else None
         return [value for value in schema["enum"] if kinds is None or type_names(value) & kinds]
@@ -221,7 +221,7 @@ def _values(schema: Any, shared: dict[str, Any]) -> list[Any] | None:
 
 def _patterns(schema: dict[str, Any], key: str, dialect: TaggedCalls) -> Iterator[str]:
     """What the raw text must match, each with what stands before the closing tag."""
-    if other := next((word for word in schema if word not in _TEXT | set(ANNOTATIONS) and word[:2] != "x-"), None):
+    if other := next((word for word in schema if word not in _TEXT), None):
         raise RequestError(f"{other!r} of parameter {key!r} would not be enforced in this model's dialect; remove it")
     low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
     whole = [f"(?s:.{{{low},{'' if high is None else int(high)}}})"]
@@ -258,8 +258,7 @@ def _is_bare(schema: Any, shared: dict[str, Any]) -> bool:
     schema = followed(schema, shared)
     if not isinstance(schema, dict):
         return schema is True
-    bare = all(key in _UNTYPED or key.startswith("x-") for key in schema)
-    return bare and all(_is_bare(option, shared) for option in schema.get("anyOf", ()))
+    return _UNTYPED.issuperset(schema) and all(_is_bare(option, shared) for option in schema.get("anyOf", ()))
 
 
 def _written(value: Any) -> str:

@@ -10,14 +10,24 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 from urllib.parse import unquote
 
 from edge_dflash.common.rules import refuse_surrogates
-from edge_dflash.decode.grammar.schema_keywords import KNOWN, LISTS, NAMED, SINGLE, check_values, kinds_of
+from edge_dflash.decode.grammar.schema_apart import Options
+from edge_dflash.decode.grammar.schema_idle import forbids_nothing
+from edge_dflash.decode.grammar.schema_keywords import (
+    DEFINITIONS,
+    KNOWN,
+    LISTS,
+    NAMED,
+    SINGLE,
+    Node,
+    check_values,
+    kinds_of,
+)
 from edge_dflash.errors import RequestError, short
-
-Node: TypeAlias = "dict[str, Any] | bool"
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64  # levels of nesting
@@ -59,6 +69,7 @@ def schema_json(schema: object) -> str:
 
 def check(root: dict[str, Any]) -> None:
     """Raise RequestError when a keyword would not be enforced, or the schema is too deep or has no finite document."""
+    options = Options(partial(resolve, root))
     targets: dict[str, Node] = {}
     levels = _walk(root, "#", 1)
     pending = [root]
@@ -76,6 +87,8 @@ def check(root: dict[str, Any]) -> None:
             f"the schema and the definitions that it refers to are {levels} levels deep in all, "
             f"at most {MAX_LEVELS} are taken; use fewer definitions"
         )
+    for where, target in (("#", root), *targets.items()):
+        _check_options(target, where, (), options)
     finite: set[str] = set()
     while fresh := {name for name, node in targets.items() if name not in finite and _ends(node, finite)}:
         finite |= fresh
@@ -105,14 +118,14 @@ def _walk(node: object, where: str, depth: int) -> int:
 
 
 def _check_keywords(node: dict[str, Any], where: str) -> None:
-    for key in node:
-        if key not in KNOWN and (not key.startswith("x-") or key == "x-guidance"):  # x-guidance: the library's own
-            close = difflib.get_close_matches(key, KNOWN, 1, 0.8)  # a typo, not another keyword
-            advice = f"did you mean {close[0]!r}? " if close else ""
-            raise RequestError(
-                f"the schema's keyword {short(key)} at {where} would not be enforced; {advice}"
-                "remove it, or write the rule with other keywords"
-            )
+    kept = {key: value for key, value in node.items() if not forbids_nothing(key, node)}
+    for key in kept.keys() - KNOWN:
+        close = difflib.get_close_matches(key, KNOWN, 1, 0.8)  # a typo, not another keyword
+        advice = f"did you mean {close[0]!r}? " if close else ""
+        raise RequestError(
+            f"the schema's keyword {short(key)} at {where} would not be enforced; {advice}"
+            "remove it, or write the rule with other keywords"
+        )
     reference = node.get("$ref", "#")
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise RequestError(
@@ -120,7 +133,27 @@ def _check_keywords(node: dict[str, Any], where: str) -> None:
         )
     if "$id" in node and where != "#":
         raise RequestError(f"$id at {where} would change what references mean; remove it")
-    check_values(node, where, kinds_of(node))
+    check_values(kept, where, kinds_of(node))
+
+
+def _check_options(node: object, where: str, around: tuple[Node, ...], options: Options) -> None:
+    """Raise RequestError when two options of a oneOf may hold together; ``around``: what holds of the same value."""
+    if not isinstance(node, dict):
+        return
+    if "oneOf" in node and (found := options.together(node, around)):
+        raise RequestError(
+            f"that only one option of a oneOf holds would not be enforced, because options {found[0]} and {found[1]} "
+            f"could hold together; give each a type and let them differ in it or in a required constant, or use anyOf "
+            f"(at {where})"
+        )
+    here = {key: value for key, value in node.items() if key not in ("allOf", "anyOf", "oneOf")}
+    for path, child in inner(node):
+        key, _, index = path.partition("/")
+        others: tuple[Node, ...] = ()
+        if key in ("allOf", "anyOf", "oneOf"):
+            parts = enumerate(node["allOf"]) if key == "allOf" else ()
+            others = (*around, here, *(part for number, part in parts if str(number) != index))
+        _check_options(child, f"{where}/{path}", others, options)
 
 
 def children(node: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
@@ -141,17 +174,25 @@ def children(node: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
             yield key, node[key]
 
 
-def inner(node: dict[str, Any]) -> Iterator[object]:
+def inner(node: dict[str, Any]) -> Iterator[tuple[str, object]]:
     """Schemas directly inside ``node``, definitions left out: they count where they are referred to."""
-    return (child for path, child in children(node, "#") if not path.startswith(("$defs/", "definitions/")))
+    return (one for one in children(node, "#") if one[0].partition("/")[0] not in DEFINITIONS)
 
 
 def _nodes(node: object) -> Iterator[dict[str, Any]]:
     """The schema objects of ``node``, itself and those inside."""
     if isinstance(node, dict):
         yield node
-        for child in inner(node):
+        for _, child in inner(node):
             yield from _nodes(child)
+
+
+def all_nodes(node: object) -> Iterator[dict[str, Any]]:
+    """The same, and those of its definitions."""
+    if isinstance(node, dict):
+        yield node
+        for _, child in children(node, "#"):
+            yield from all_nodes(child)
 
 
 def resolve(root: dict[str, Any], reference: str) -> Node:
