@@ -9,19 +9,25 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from edge_dflash.decode.grammar.schema_keywords import Node, is_number, kinds_of
 from edge_dflash.errors import RequestError
 
 MAX_STEPS = 100_000  # schemas and values looked at: half a second
+SOON = 3000  # of them for one or two options
 _DEPTH = 12  # levels of properties, items and unions that are followed
 _FIRST = 16  # items of an array that are followed
 _UNIONS = ("anyOf", "oneOf")
 _KINDS = frozenset(("null", "boolean", "number", "string", "array", "object"))
 
+T = TypeVar("T")
 Flat: TypeAlias = "list[dict[str, Any]]"  # schemas that hold together, without $ref and allOf
 Tags: TypeAlias = "dict[str, frozenset[str]]"  # the only values of a required property; of "" + the value itself
+
+
+class _LateError(Exception):
+    """Two options are not told apart soon."""
 
 
 class Options:
@@ -29,7 +35,7 @@ class Options:
 
     def __init__(self, resolve: Callable[[str], Node]) -> None:
         self._resolve = resolve
-        self._steps = 0
+        self._steps, self._until = 0, MAX_STEPS
         self._keys: dict[int, dict[str, Any]] = {}  # id of a node: its values by key
 
     def together(self, node: dict[str, Any], around: Sequence[Node]) -> tuple[int, int] | None:
@@ -37,15 +43,31 @@ class Options:
 
         What is ``around`` the node holds too. Raises RequestError when there are too many to tell.
         """
-        options, beside = node["oneOf"], [{key: value for key, value in node.items() if key != "oneOf"}]
+        options: list[Node] = node["oneOf"]
+        beside: list[Node] = [{key: value for key, value in node.items() if key != "oneOf"}]
         for first, second in self._pairs(options, beside):
             both = [*beside, options[first], options[second]]
-            if not self._impossible(both, 0) and not (around and self._impossible([*around, *both], 0)):
+            if not self._apart(both) and not (around and self._apart([*around, *both])):
                 return first, second
         return None
 
+    def _apart(self, parts: Sequence[Node]) -> bool:
+        return self._soon(self._impossible, parts) or False
+
+    def _soon(self, find: Callable[[Sequence[Node], int], T], parts: Sequence[Node]) -> T | None:
+        """What is found out of schemas that hold together, if it is soon."""
+        self._until = self._steps + SOON
+        try:
+            return find(parts, 0)
+        except _LateError:
+            return None
+        finally:
+            self._until = MAX_STEPS
+
     def _spend(self, steps: int = 1) -> None:
         self._steps += steps
+        if self._until < self._steps <= MAX_STEPS:
+            raise _LateError
         if self._steps > MAX_STEPS:
             raise RequestError(
                 "the options of oneOf are too many to be told apart; let all differ in the constant of one property "
@@ -54,7 +76,7 @@ class Options:
 
     def _pairs(self, options: Sequence[Node], beside: Sequence[Node]) -> Iterator[tuple[int, int]]:
         """The pairs that the constant of one property, or their own, does not tell apart."""
-        tags = [self._tags([*beside, option], 0) for option in options]
+        tags = [self._soon(self._tags, [*beside, option]) or {} for option in options]
         names = Counter(name for each in tags for name in each)
         name = names.most_common(1)[0][0] if names else None
         untold: list[int] = []

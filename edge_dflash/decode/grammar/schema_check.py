@@ -88,7 +88,7 @@ def check(root: dict[str, Any]) -> None:
             f"at most {MAX_LEVELS} are taken; use fewer definitions"
         )
     for where, target in (("#", root), *targets.items()):
-        _check_options(target, where, (), options)
+        _check_options(target, where, [], options)
     finite: set[str] = set()
     while fresh := {name for name, node in targets.items() if name not in finite and _ends(node, finite)}:
         finite |= fresh
@@ -136,7 +136,7 @@ def _check_keywords(node: dict[str, Any], where: str) -> None:
     check_values(kept, where, kinds_of(node))
 
 
-def _check_options(node: object, where: str, around: tuple[Node, ...], options: Options) -> None:
+def _check_options(node: object, where: str, around: list[Node], options: Options) -> None:
     """Raise RequestError when two options of a oneOf may hold together; ``around``: what holds of the same value."""
     if not isinstance(node, dict):
         return
@@ -149,10 +149,10 @@ def _check_options(node: object, where: str, around: tuple[Node, ...], options: 
     here = {key: value for key, value in node.items() if key not in ("allOf", "anyOf", "oneOf")}
     for path, child in inner(node):
         key, _, index = path.partition("/")
-        others: tuple[Node, ...] = ()
+        others: list[Node] = []
         if key in ("allOf", "anyOf", "oneOf"):
             parts = enumerate(node["allOf"]) if key == "allOf" else ()
-            others = (*around, here, *(part for number, part in parts if str(number) != index))
+            others = [*around, here, *(part for number, part in parts if str(number) != index)]
         _check_options(child, f"{where}/{path}", others, options)
 
 

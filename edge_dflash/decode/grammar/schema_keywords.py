@@ -6,6 +6,7 @@ unknown format, a number that a double does not hold, lists of items in two dial
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from math import isfinite
 from typing import Any, TypeAlias, TypeGuard
@@ -16,6 +17,7 @@ from edge_dflash.errors import RequestError, short
 Node: TypeAlias = "dict[str, Any] | bool"
 
 LARGEST = 2**63 - 1024  # the largest 64-bit integer that a double holds; the library reads numbers as doubles
+_UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # characters that JSON escapes by their numbers
 MOST = 2**31 - 1  # characters, items or properties
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
@@ -35,8 +37,8 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def numbers_in(*values: object) -> Iterator[int | float]:
-    """The numbers of JSON values, also those inside lists and objects."""
+def _scalars_in(*values: object) -> Iterator[object]:
+    """The scalars of JSON values, also those inside lists and objects."""
     pending = [*values]
     while pending:
         value = pending.pop()
@@ -44,8 +46,13 @@ def numbers_in(*values: object) -> Iterator[int | float]:
             pending += value
         elif isinstance(value, dict):
             pending += value.values()
-        elif is_number(value):
+        else:
             yield value
+
+
+def numbers_in(*values: object) -> Iterator[int | float]:
+    """The numbers of JSON values, also those inside lists and objects."""
+    return filter(is_number, _scalars_in(*values))
 
 
 def kinds_of(node: dict[str, Any]) -> list[Any]:
@@ -102,7 +109,19 @@ def check_values(node: dict[str, Any], where: str, kinds: list[Any]) -> None:
             f"additionalItems at {where} would not be enforced without a list of items; give prefixItems and items"
         )
     _check_format(node, where, kinds)
-    _check_numbers(node, where)
+    _check_named(node, where)
+    _check_least(node, where)
+
+
+def _check_least(node: dict[str, Any], where: str) -> None:
+    """A name that a schema leaves free could be written twice, so that an object has fewer properties than it shows."""
+    least, names = node.get("minProperties", 0), set(node.get("required", ()))
+    closed = node.get("additionalProperties") is False and not node.get("patternProperties")
+    if least > len(names) + 1 and not closed and names.issuperset(node.get("properties", ())):
+        raise RequestError(
+            f"minProperties at {where} is {short(least)}; that free names differ would not be enforced, "
+            f"require more names, or give at most {len(names) + 1}"
+        )
 
 
 def _check_format(node: dict[str, Any], where: str, kinds: list[Any]) -> None:
@@ -125,10 +144,15 @@ def _check_format(node: dict[str, Any], where: str, kinds: list[Any]) -> None:
         raise RequestError(f"{given}; {known_ones}remove it{f', or give {instead} beside it' if instead else ''}")
 
 
-def _check_numbers(node: dict[str, Any], where: str) -> None:
-    """Numbers must be those that the answer is held to: the library reads them as doubles."""
+def _check_named(node: dict[str, Any], where: str) -> None:
+    """Numbers must be those that the answer is held to: the library reads them as doubles. Texts must be written."""
     for key in ("const", "enum"):
-        for value in numbers_in(node.get(key)):
+        for value in _scalars_in(node.get(key)):
+            if isinstance(value, str) and _UNWRITTEN.search(value):
+                raise RequestError(
+                    f"{key} at {where} has {short(value)}; control characters besides \\b, \\t, \\n, \\f and \\r "
+                    "are not written, leave them out"
+                )
             if isinstance(value, float) and not isfinite(value):
                 raise RequestError(f"{key} at {where} has a number beyond those of a double; give it as a text")
             if isinstance(value, int) and (abs(value) > LARGEST or int(float(value)) != value):

@@ -60,7 +60,9 @@ def _value(key: str, value: Any) -> Any:
         return [_node(child) for child in value]
     if key in SINGLE:
         return _node(value)
-    return int(value) if key in COUNTS else value
+    if key in COUNTS or (is_number(value) and value == 0):  # 2.0 is 2, -0.0 is 0
+        return int(value)
+    return value
 
 
 def _be_within(made: dict[str, Any], low: int, high: int) -> None:

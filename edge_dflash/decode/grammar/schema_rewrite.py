@@ -19,12 +19,13 @@ import json
 from collections.abc import Iterator
 from decimal import Decimal
 from itertools import chain, count
-from math import prod
+from math import prod, ulp
 from typing import Any
 from urllib.parse import quote, unquote
 
 from edge_dflash.decode.grammar.schema_check import all_nodes, inner, resolve
 from edge_dflash.decode.grammar.schema_formats import ENCODINGS, FORMATS
+from edge_dflash.decode.grammar.schema_idle import may_be
 from edge_dflash.decode.grammar.schema_keywords import (
     DEFINITIONS,
     LARGEST,
@@ -64,7 +65,7 @@ class _Rewriting:
         multiples = set(_numbers(root, ("multipleOf",)))
         if self._merged and len(multiples) > 1 and _overflow(multiples):
             raise RequestError("the values of multipleOf are too large to be combined; write one multipleOf of them")
-        digits = all(_is_fine(number) for number in _numbers(root, (*_BOUNDS, "const", "enum")))
+        self._digits = digits = all(_is_fine(number) for number in _numbers(root, (*_BOUNDS, "const", "enum")))
         self._fine = digits and not multiples and not (self._merged and _crossed(root))
         names = chain(["any"], (f"any{number}" for number in count(1)))
         self._names = (name for name in names if name not in root.get("$defs", {}))  # of added definitions
@@ -117,6 +118,8 @@ class _Rewriting:
         if not kept.keys() - DEFINITIONS and not merged:
             kept |= self._free()
         made = {key: self._value(key, value, merged or _intersects(node)) for key, value in kept.items()}
+        if self._digits and may_be(node, "number"):
+            _include(made)
         encoding = made.pop("contentEncoding", None)
         patterns = [*FORMATS.get(made.pop("format", ""), ()), *ENCODINGS.get(encoding or "", ())]
         if patterns:
@@ -139,7 +142,9 @@ class _Rewriting:
             return "#" + quote(unquote(value[1:]), safe="/~!$&'()*+,;=:@")
         if key in LISTS and isinstance(value, list):
             return [self._node(child, merged=merged) for child in value]
-        return self._node(value, merged=merged) if key in SINGLE else value
+        if key in SINGLE:
+            return self._node(value, merged=merged)
+        return _without_minus_zero(value) if key in ("const", "enum") else value
 
     def _close(self, made: dict[str, Any]) -> None:
         """Name what the schema leaves free inside arrays and objects."""
@@ -166,6 +171,11 @@ class _Rewriting:
         wide = low is None or high is None or high - low >= _NARROW
         if fine and wide and (not kinds or "number" in kinds):
             made["multipleOf"] = _STEP
+
+
+def _without_minus_zero(value: Any) -> Any:
+    """A JSON value for the library, which writes -0.0 as -0 and takes nothing else for it."""
+    return json.loads(json.dumps(value), parse_float=lambda text: float(text) or 0)
 
 
 def _intersects(node: dict[str, Any]) -> bool:
@@ -218,6 +228,16 @@ def _limit(made: dict[str, Any], key: str) -> float | None:
     inclusive, exclusive = made.get(key), made.get(f"exclusive{key.capitalize()}")
     given = [value for value in (inclusive, exclusive) if is_number(value)]
     return None if not given else float(max(given) if key == "minimum" else min(given))
+
+
+def _include(made: dict[str, Any]) -> None:
+    """Write whole exclusive bounds as inclusive ones, a step away: the library takes 0 for above 0 and at most 0.5."""
+    for key, further, sign in (("minimum", max, 1), ("maximum", min, -1)):
+        bound = made.get(f"exclusive{key.capitalize()}")
+        if is_number(bound) and bound % 1 == 0 and abs(bound) < LARGEST:
+            del made[f"exclusive{key.capitalize()}"]
+            within = bound + sign * max(_STEP, 4 * ulp(bound))
+            made[key] = further(within, made.get(key, within))
 
 
 def _replace(made: dict[str, Any], key: str, value: int) -> None:
