@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 from edge_dflash.decode.grammar.schema_keywords import Node, is_number, kinds_of
 from edge_dflash.errors import RequestError
 
-MAX_STEPS = 100_000  # schemas and values looked at: half a second
+MAX_STEPS = 100_000  # schemas, and hundreds of values, looked at: half a second
 SOON = 3000  # of them for one or two options
 _DEPTH = 12  # levels of properties, items and unions that are followed
 _FIRST = 16  # items of an array that are followed
@@ -24,6 +24,13 @@ _KINDS = frozenset(("null", "boolean", "number", "string", "array", "object"))
 T = TypeVar("T")
 Flat: TypeAlias = "list[dict[str, Any]]"  # schemas that hold together, without $ref and allOf
 Tags: TypeAlias = "dict[str, frozenset[str]]"  # the only values of a required property; of "" + the value itself
+
+
+def tag_of(node: Mapping[str, Any]) -> str:
+    """The property that tells the options of a oneOf apart, as OpenAPI's discriminator names it; else empty."""
+    named = node.get("discriminator")
+    name = named.get("propertyName") if isinstance(named, dict) and "oneOf" in node else ""
+    return name if isinstance(name, str) else ""
 
 
 class _LateError(Exception):
@@ -45,6 +52,8 @@ class Options:
         """
         options: list[Node] = node["oneOf"]
         beside: list[Node] = [{key: value for key, value in node.items() if key != "oneOf"}]
+        if tag := tag_of(node):
+            beside.append({"required": [tag]})
         for first, second in self._pairs(options, beside):
             both = [*beside, options[first], options[second]]
             if not self._apart(both) and not (around and self._apart([*around, *both])):
@@ -78,7 +87,8 @@ class Options:
         """The pairs that the constant of one property, or their own, does not tell apart."""
         tags = [self._soon(self._tags, [*beside, option]) or {} for option in options]
         names = Counter(name for each in tags for name in each)
-        name = names.most_common(1)[0][0] if names else None
+        values = Counter(name for name, _ in {(name, value) for each in tags for name in each for value in each[name]})
+        name = max(names, key=lambda one: (names[one], values[one]), default=None)
         untold: list[int] = []
         told: dict[str, list[int]] = {}
         for index, each in enumerate(tags):
@@ -141,7 +151,7 @@ class Options:
                 only = {_key(node["const"])} if "const" in node else named.keys()
                 self._keys[id(node)] = {key: value for key, value in named.items() if key in only}
             known = self._keys[id(node)]
-            self._spend(len(known))
+            self._spend(len(known) // 100)
             found = known if found is None else {key: value for key, value in found.items() if key in known}
         return found
 

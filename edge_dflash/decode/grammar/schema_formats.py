@@ -23,6 +23,8 @@ _ATEXT = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
 _LOCAL = f"(?:{_ATEXT}{{1,64}}|{_ATEXT}{{1,15}}(?:\\.{_ATEXT}{{1,15}}){{1,3}})"  # at most 64 characters
 _EMAIL = f"{_LOCAL}@(?:{_HOST}|\\[{_IPV4}\\])"
 
+_BASE64 = "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?"
+
 _HEX = "[0-9a-fA-F]"
 _UUID = f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}"
 _H16 = f"{_HEX}{{1,4}}"
@@ -59,6 +61,8 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "ipv6": (_ipv6(),),
     "uuid": (_UUID,),
     "uri": (_URI,),
+    "base64": (_BASE64,),  # Pydantic's
+    "byte": (_BASE64,),  # OpenAPI's
 }
 """Name of a format of JSON strings: what the whole string matches, all of them, in the syntax of Rust's regex crate.
 
@@ -68,7 +72,7 @@ on for ever.
 """
 
 ENCODINGS: dict[str, tuple[str, ...]] = {
-    "base64": ("(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?",),
+    "base64": (_BASE64,),
     "base16": ("(?:[0-9A-F]{2})*",),
 }
 """``contentEncoding``: what the whole string matches (RFC 4648, with padding and without line breaks)."""

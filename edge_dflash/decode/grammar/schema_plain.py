@@ -1,15 +1,17 @@
 """A schema in plain form: the same documents, said in the keywords and values that a grammar is made of.
 
-What forbids nothing is left out. A oneOf is an anyOf, because no two of its options hold together; formats of whole
-numbers are their bounds; lengths are written without a decimal point. What is referred to and was left out becomes a
-definition. The schema was taken by :func:`edge_dflash.decode.grammar.schema_check.check`.
+What forbids nothing is left out. A oneOf is an anyOf, because no two of its options hold together; the property that a
+discriminator names is required. Formats of whole numbers are their bounds, lengths have no decimal point. What is
+referred to and was left out becomes a definition. The schema was taken by :func:`edge_dflash.decode.grammar.schema_check.check`.
 """
 
 from __future__ import annotations
 
+import json
 from itertools import count
 from typing import Any
 
+from edge_dflash.decode.grammar.schema_apart import tag_of
 from edge_dflash.decode.grammar.schema_check import all_nodes, resolve
 from edge_dflash.decode.grammar.schema_formats import INTEGERS
 from edge_dflash.decode.grammar.schema_idle import forbids_nothing, may_be
@@ -19,6 +21,7 @@ from edge_dflash.errors import RequestError
 
 def plain(root: dict[str, Any]) -> dict[str, Any]:
     """The schema in plain form. ``root`` is not changed."""
+    root = _tagged(root)
     made: dict[str, Any] = _node(root)
     names = (name for name in map("left{}".format, count()) if name not in root.get("$defs", {}))
     places: dict[str, str] = {}  # of a reference: where what it means is now
@@ -50,6 +53,25 @@ def _node(node: Any) -> Any:
             made["anyOf"] = options
     if made.get("format") in INTEGERS and may_be(node, "integer", "number"):
         _be_within(made, *INTEGERS[made.pop("format")])
+    return made
+
+
+def _tagged(root: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which options that a discriminator tells apart require its property, as OpenAPI says."""
+    made: dict[str, Any] = json.loads(json.dumps(root))
+    pending = [(option, tag) for node in all_nodes(made) if (tag := tag_of(node)) for option in node["oneOf"]]
+    seen: set[tuple[int, str]] = set()
+    while pending:
+        option, tag = pending.pop()
+        if not isinstance(option, dict) or (id(option), tag) in seen:
+            continue
+        seen.add((id(option), tag))
+        inside = [child for key in ("allOf", "anyOf", "oneOf") for child in option.get(key, ())]
+        if "$ref" in option:
+            inside.append(resolve(made, option["$ref"]))
+        pending += ((child, tag) for child in inside)
+        if not inside or tag in option.get("properties", ()):
+            option["required"] = list(dict.fromkeys([*option.get("required", ()), tag]))
     return made
 
 
