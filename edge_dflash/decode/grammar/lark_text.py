@@ -143,7 +143,9 @@ def _described(tool: Tool) -> tuple[str, dict[str, Any]]:
         parameters.setdefault("type", "object")
     name = str(function.get("name"))
     if not isinstance(parameters, dict) or parameters["type"] != "object":
-        raise RequestError(f"a call of the tool {name!r} cannot be forced: its parameters are not of type object")
+        raise RequestError(
+            f"a call of the tool {name!r} cannot be forced: its parameters are not of type object; give one"
+        )
     return name, parameters
 
 
@@ -163,7 +165,7 @@ def _tagged_call(rule: str, name: str, parameters: dict[str, Any], dialect: Tagg
     shared = definitions_of(parameters)
     parts = []
     for index, (key, schema) in enumerate(properties.items()):
-        if schema is False and key not in required:
+        if key not in required and (schema is False or _values(schema, shared) == []):
             continue
         _need_plain(key, f"the name of parameter {key!r}")
         part = f"{rule}p{index}"

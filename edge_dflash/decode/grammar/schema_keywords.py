@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from math import isfinite
+from math import inf
 from typing import Any, TypeAlias, TypeGuard
 
 from edge_dflash.decode.grammar.schema_formats import ENCODINGS, FORMATS, INTEGERS
@@ -35,6 +35,10 @@ ANNOTATIONS = (  # of the standard, and OpenAPI's; its discriminator repeats wha
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether a JSON value is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    return is_number(value) and -inf < value < inf  # NaN is not
 
 
 def _scalars_in(*values: object) -> Iterator[object]:
@@ -69,11 +73,12 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # what a keyword may b
             f"give a whole number from 0 to {MOST}",
         ),
     ),
-    **dict.fromkeys(("minimum", "maximum"), (is_number, "give a number")),
+    **dict.fromkeys(("minimum", "maximum"), (_is_finite, "give a number")),
     **dict.fromkeys(
-        ("exclusiveMinimum", "exclusiveMaximum"), (lambda value: isinstance(value, int | float), "give a number")
+        ("exclusiveMinimum", "exclusiveMaximum"),
+        (lambda value: isinstance(value, bool) or _is_finite(value), "give a number"),
     ),
-    "multipleOf": (lambda value: is_number(value) and value > 0, "give a number above 0"),
+    "multipleOf": (lambda value: _is_finite(value) and value > 0, "give a number above 0"),
     "pattern": (lambda value: isinstance(value, str), "give a regular expression as a text"),
     "required": (
         lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
@@ -153,7 +158,7 @@ def _check_named(node: dict[str, Any], where: str) -> None:
                     f"{key} at {where} has {short(value)}; control characters besides \\b, \\t, \\n, \\f and \\r "
                     "are not written, leave them out"
                 )
-            if isinstance(value, float) and not isfinite(value):
+            if is_number(value) and not _is_finite(value):
                 raise RequestError(f"{key} at {where} has a number beyond those of a double; give it as a text")
             if isinstance(value, int) and (abs(value) > LARGEST or int(float(value)) != value):
                 raise RequestError(

@@ -2,7 +2,9 @@
 
 What forbids nothing is left out. A oneOf is an anyOf, because no two of its options hold together; the property that a
 discriminator names is required. Formats of whole numbers are their bounds, lengths have no decimal point. What is
-referred to and was left out becomes a definition. The schema was taken by :func:`edge_dflash.decode.grammar.schema_check.check`.
+referred to and was left out becomes a definition.
+
+The schema was taken by :func:`edge_dflash.decode.grammar.schema_check.check`.
 """
 
 from __future__ import annotations
