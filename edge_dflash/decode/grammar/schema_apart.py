@@ -37,8 +37,8 @@ class _LateError(Exception):
     """Two options are not told apart soon."""
 
 
-class Options:
-    """The options of one schema's oneOfs. ``resolve`` gives what a reference points to."""
+class Apart:
+    """Tells the options of a schema's oneOfs apart. ``resolve`` gives what a reference points to."""
 
     def __init__(self, resolve: Callable[[str], Node]) -> None:
         self._resolve = resolve

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from edge_dflash.common.rules import refuse_surrogates
-from edge_dflash.decode.grammar.schema_apart import Options
+from edge_dflash.decode.grammar.schema_apart import Apart
 from edge_dflash.decode.grammar.schema_idle import forbids_nothing
 from edge_dflash.decode.grammar.schema_keywords import (
     DEFINITIONS,
@@ -69,7 +69,7 @@ def schema_json(schema: object) -> str:
 
 def check(root: dict[str, Any]) -> None:
     """Raise RequestError when a keyword would not be enforced, or the schema is too deep or has no finite document."""
-    options = Options(partial(resolve, root))
+    apart = Apart(partial(resolve, root))
     targets: dict[str, Node] = {}
     levels = _walk(root, "#", 1)
     pending = [root]
@@ -88,7 +88,7 @@ def check(root: dict[str, Any]) -> None:
             f"at most {MAX_LEVELS} are taken; use fewer definitions"
         )
     for where, target in (("#", root), *targets.items()):
-        _check_options(target, where, [], options)
+        _check_options(target, where, [], apart)
     finite: set[str] = set()
     while fresh := {name for name, node in targets.items() if name not in finite and _ends(node, finite)}:
         finite |= fresh
@@ -136,11 +136,11 @@ def _check_keywords(node: dict[str, Any], where: str) -> None:
     check_values(kept, where, kinds_of(node))
 
 
-def _check_options(node: object, where: str, around: list[Node], options: Options) -> None:
+def _check_options(node: object, where: str, around: list[Node], apart: Apart) -> None:
     """Raise RequestError when two options of a oneOf may hold together; ``around``: what holds of the same value."""
     if not isinstance(node, dict):
         return
-    if "oneOf" in node and (found := options.together(node, around)):
+    if "oneOf" in node and (found := apart.together(node, around)):
         raise RequestError(
             f"that only one option of a oneOf holds would not be enforced, because options {found[0]} and {found[1]} "
             f"could hold together; give each a type and let them differ in it or in a required constant, or use anyOf "
@@ -153,7 +153,7 @@ def _check_options(node: object, where: str, around: list[Node], options: Option
         if key in ("allOf", "anyOf", "oneOf"):
             parts = enumerate(node["allOf"]) if key == "allOf" else ()
             others = [*around, here, *(part for number, part in parts if str(number) != index)]
-        _check_options(child, f"{where}/{path}", others, options)
+        _check_options(child, f"{where}/{path}", others, apart)
 
 
 def children(node: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
