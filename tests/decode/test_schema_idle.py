@@ -72,8 +72,14 @@ def test_other_keywords_stay_where_those_are_left_out():
 FORBID = [
     ({"propertyNames": {"type": "integer"}}, "propertyNames"),
     ({"propertyNames": False}, "propertyNames"),
-    ({"propertyNames": {"type": "string", "minLength": 1}}, "propertyNames"),
-    ({"propertyNames": {"type": "string", "$ref": "#"}}, "propertyNames"),
+    ({"propertyNames": {"pattern": "^a", "minLength": 1}}, "propertyNames"),
+    ({"propertyNames": {"minLength": 1}, "properties": {"a": True}}, "propertyNames"),
+    ({"propertyNames": {"enum": ["a"]}, "patternProperties": {"^a": True}}, "propertyNames"),
+    (
+        {"propertyNames": {"enum": [str(i) for i in range(9000)]}, "additionalProperties": {"type": "null"}},
+        "propertyNames",
+    ),
+    ({"propertyNames": {"type": "string", "$ref": "#/items/items"}, "items": {"type": "integer"}}, "propertyNames"),
     ({"not": {}}, "not"),
     ({"uniqueItems": True, "maxItems": 2}, "uniqueItems"),
     ({"contains": {}}, "contains"),
@@ -99,18 +105,64 @@ def test_what_forbids_something_and_is_not_enforced_is_refused(source, keyword):
         check({"type": "array", "items": source})
 
 
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+NAMES = [
+    ({"enum": ["a", "b", 5]}, '{"b":1}', '{"c":1}'),
+    ({"type": "string", "const": "a"}, '{"a":1}', '{"b":1}'),
+    ({"$ref": "#/$defs/Color"}, '{"a":1,"b":2}', '{"red":1}'),
+    ({"pattern": "^a[0-9]$"}, '{"a1":1,"a2":2}', '{"a":1}'),
+    ({"type": "string", "minLength": 1.0}, '{"b":1}', '{"":1}'),
+    ({"maxLength": 2, "title": "short"}, '{"bc":1}', '{"bcd":1}'),
+]
+
+
+@pytest.mark.parametrize(("names", "good", "bad"), NAMES, ids=lambda value: str(value)[:40])
+def test_the_names_of_a_record_are_enforced(names, good, bad):
+    source = {
+        "type": "object",
+        "properties": {"m": {"type": "object", "propertyNames": names, "additionalProperties": DIGIT}},
+        "$defs": {"Color": {"$ref": "#/$defs/Two"}, "Two": {"type": "string", "enum": ["a", "b"]}},
+    }
+    assert accepts(schema(source), f'{{"m":{good}}}')
+    assert accepts(schema(source), '{"m":{}}')
+    assert not accepts(schema(source), f'{{"m":{bad}}}')
+    assert not accepts(schema(source), f'{{"m":{good}}}'.replace("1", '"x"'))
+
+
+def test_named_properties_are_held_to_the_names_too():
+    source = {"type": "object", "properties": {"a": DIGIT, "z": DIGIT}, "propertyNames": {"enum": ["a", "b"]}}
+    assert accepts(schema(source), '{"a":1,"b":"free"}')
+    assert not accepts(schema(source), '{"z":1}')
+    with pytest.raises(RequestError, match="'z' is unsatisfiable"):
+        schema({**source, "required": ["z"]})
+    loop = {"type": "object", "propertyNames": {"$ref": "#"}, "items": {"propertyNames": {"$ref": "#"}}}
+    with pytest.raises(RequestError, match="'propertyNames' at #"):
+        check(loop)
+    with pytest.raises(RequestError, match="pattern at #/propertyNames is 5"):
+        check({"propertyNames": {"pattern": 5}})
+
+
 def test_references_into_what_is_left_out_hold():
     source = {
         "type": "array",
         "items": {"$ref": "#/x-types/pair"},
-        "propertyNames": {"type": "string"},
+        "propertyNames": {"type": "string", "maxLength": 3},
         "x-types": {"pair": {"prefixItems": [{"$ref": "#/propertyNames"}], "items": {"$ref": "#/x-types/pair"}}},
         "maxItems": 1,
     }
     assert accepts(schema(source), '[["a",["b"]]]')
     assert not accepts(schema(source), "[[1]]")
     assert not accepts(schema(source), '[["a",[2]]]')
+    assert not accepts(schema(source), '[["long",["b"]]]')
     assert "x-types" in source
+    far = {
+        "$ref": "#/$defs/a",
+        "$defs": {"a": {"$ref": "#/x-b"}, "c": {"$ref": "#/$defs/a/x-d"}},
+        "x-b": {"type": "null"},
+    }
+    far["$defs"]["a"]["x-d"] = {"type": "array"}
+    assert accepts(schema(far), "null")
+    assert not accepts(schema(far), "1")
 
 
 def test_the_parameters_of_a_tool_are_in_plain_form():

@@ -27,6 +27,7 @@ from edge_dflash.decode.grammar.schema_keywords import (
     check_values,
     kinds_of,
 )
+from edge_dflash.decode.grammar.schema_names import names_in, with_names
 from edge_dflash.errors import RequestError, short
 
 MAX_BYTES = 256 * 1024
@@ -71,7 +72,7 @@ def check(root: dict[str, Any]) -> None:
     """Raise RequestError when a keyword would not be enforced, or the schema is too deep or has no finite document."""
     apart = Apart(partial(resolve, root))
     targets: dict[str, Node] = {}
-    levels = _walk(root, "#", 1)
+    levels = _walk(root, "#", 1, root)
     pending = [root]
     while pending:
         for node in _nodes(pending.pop()):
@@ -79,7 +80,7 @@ def check(root: dict[str, Any]) -> None:
             if reference is None or reference in targets:
                 continue
             targets[reference] = found = resolve(root, reference)
-            levels += _walk(found, str(reference), 1)
+            levels += _walk(found, str(reference), 1, root)
             if isinstance(found, dict):
                 pending.append(found)
     if levels > MAX_LEVELS:
@@ -105,7 +106,7 @@ def _check_size(text: str) -> None:
         raise RequestError(f"the schema has {size} bytes, at most {MAX_BYTES} are taken; make it smaller")
 
 
-def _walk(node: object, where: str, depth: int) -> int:
+def _walk(node: object, where: str, depth: int, root: dict[str, Any]) -> int:
     """Check one schema and those inside; return how many levels there are."""
     if isinstance(node, bool):
         return 1
@@ -114,18 +115,21 @@ def _walk(node: object, where: str, depth: int) -> int:
     if depth > MAX_DEPTH:
         raise RequestError(f"the schema is nested deeper than {MAX_DEPTH} levels at {where}; make it flatter")
     _check_keywords(node, where)
-    return 1 + max((_walk(child, f"{where}/{path}", depth + 1) for path, child in children(node, where)), default=0)
+    inside = (_walk(child, f"{where}/{path}", depth + 1, root) for path, child in children(node, where))
+    levels = 1 + max(inside, default=0)
+    if "propertyNames" in node and not forbids_nothing("propertyNames", node):
+        names = names_in(node, partial(resolve, root))
+        if isinstance(names, dict):
+            _check_keywords(names, f"{where}/propertyNames")
+        if with_names(node, partial(resolve, root)) is None:
+            raise _unenforced("propertyNames", where)
+    return levels
 
 
 def _check_keywords(node: dict[str, Any], where: str) -> None:
     kept = {key: value for key, value in node.items() if not forbids_nothing(key, node)}
-    for key in kept.keys() - KNOWN:
-        close = difflib.get_close_matches(key, KNOWN, 1, 0.8)  # a typo, not another keyword
-        advice = f"did you mean {close[0]!r}? " if close else ""
-        raise RequestError(
-            f"the schema's keyword {short(key)} at {where} would not be enforced; {advice}"
-            "remove it, or write the rule with other keywords"
-        )
+    for key in kept.keys() - KNOWN - {"propertyNames"}:  # which depends on the others, and is looked at after them
+        raise _unenforced(key, where)
     reference = node.get("$ref", "#")
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise RequestError(
@@ -134,6 +138,15 @@ def _check_keywords(node: dict[str, Any], where: str) -> None:
     if "$id" in node and where != "#":
         raise RequestError(f"$id at {where} would change what references mean; remove it")
     check_values(kept, where, kinds_of(node))
+
+
+def _unenforced(key: str, where: str) -> RequestError:
+    close = difflib.get_close_matches(key, KNOWN - {key}, 1, 0.8)  # a typo, not another keyword
+    advice = f"did you mean {close[0]!r}? " if close else ""
+    return RequestError(
+        f"the schema's keyword {short(key)} at {where} would not be enforced; {advice}"
+        "remove it, or write the rule with other keywords"
+    )
 
 
 def _check_options(node: object, where: str, around: list[Node], apart: Apart) -> None:

@@ -1,7 +1,7 @@
 """A schema in plain form: the same documents, said in the keywords and values that a grammar is made of.
 
 What forbids nothing is left out. A oneOf is an anyOf, because no two of its options hold together; the property that a
-discriminator names is required. Formats of whole numbers are their bounds, lengths have no decimal point. What is
+discriminator names is required, as OpenAPI says. Formats of whole numbers are their bounds, lengths have no decimal point. What is
 referred to and was left out becomes a definition.
 
 The schema was taken by :func:`edge_dflash.decode.grammar.schema_check.check`.
@@ -10,6 +10,7 @@ The schema was taken by :func:`edge_dflash.decode.grammar.schema_check.check`.
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -17,19 +18,20 @@ from edge_dflash.decode.grammar.schema_apart import tag_of
 from edge_dflash.decode.grammar.schema_check import all_nodes, resolve
 from edge_dflash.decode.grammar.schema_formats import INTEGERS
 from edge_dflash.decode.grammar.schema_idle import forbids_nothing, may_be
-from edge_dflash.decode.grammar.schema_keywords import COUNTS, LISTS, NAMED, SINGLE, is_number, kinds_of
+from edge_dflash.decode.grammar.schema_keywords import COUNTS, KNOWN, LISTS, NAMED, SINGLE, is_number, kinds_of
+from edge_dflash.decode.grammar.schema_names import with_names
 from edge_dflash.errors import RequestError
 
 
 def plain(root: dict[str, Any]) -> dict[str, Any]:
     """The schema in plain form. ``root`` is not changed."""
-    root = _tagged(root)
+    root = _narrowed(root)
     made: dict[str, Any] = _node(root)
     names = (name for name in map("left{}".format, count()) if name not in root.get("$defs", {}))
     places: dict[str, str] = {}  # of a reference: where what it means is now
     pending = [made]
     while pending:
-        for node in all_nodes(pending.pop()):
+        for node in tuple(all_nodes(pending.pop())):
             reference = node.get("$ref", "#")
             if reference not in places:
                 places[reference] = reference
@@ -46,7 +48,8 @@ def plain(root: dict[str, Any]) -> dict[str, Any]:
 def _node(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
-    made = {key: _value(key, value) for key, value in node.items() if not forbids_nothing(key, node)}
+    kept = (key for key in node if key in KNOWN and not forbids_nothing(key, node))
+    made = {key: _value(key, node[key]) for key in kept}
     if "oneOf" in made:
         options = made.pop("oneOf")
         if "anyOf" in made:
@@ -58,9 +61,12 @@ def _node(node: Any) -> Any:
     return made
 
 
-def _tagged(root: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which options that a discriminator tells apart require its property, as OpenAPI says."""
+def _narrowed(root: dict[str, Any]) -> dict[str, Any]:
+    """A copy that says propertyNames by other keywords, and requires the properties that discriminators name."""
     made: dict[str, Any] = json.loads(json.dumps(root))
+    for node in all_nodes(made):
+        if "propertyNames" in node and not forbids_nothing("propertyNames", node):
+            node |= with_names(node, partial(resolve, made)) or {}
     pending = [(option, tag) for node in all_nodes(made) if (tag := tag_of(node)) for option in node["oneOf"]]
     seen: set[tuple[int, str]] = set()
     while pending:
