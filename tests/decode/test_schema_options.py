@@ -183,3 +183,5 @@ def test_options_that_are_many_and_tagged_are_taken():
     check(MANY[5])
     with pytest.raises(RequestError, match="too many to be told apart; let all differ in the constant of one property"):
         check(MANY[3])
+    with pytest.raises(RequestError, match="options 0 and 1 could hold together"):  # found out soon, or not at all
+        check(MANY[9])

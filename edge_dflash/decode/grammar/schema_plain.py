@@ -1,8 +1,8 @@
 """A schema in plain form: the same documents, said in the keywords and values that a grammar is made of.
 
 What forbids nothing is left out. A oneOf is an anyOf, because no two of its options hold together; the property that a
-discriminator names is required, as OpenAPI says. Formats of whole numbers are their bounds, lengths have no decimal point. What is
-referred to and was left out becomes a definition.
+discriminator names is required, as OpenAPI says. Names of properties are listed, or have a pattern. Formats of whole
+numbers are their bounds, lengths have no decimal point. What is referred to and was left out becomes a definition.
 
 The schema was taken by :func:`edge_dflash.decode.grammar.schema_check.check`.
 """
