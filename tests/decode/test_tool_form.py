@@ -171,7 +171,6 @@ REFUSED = [
     ({"a": {"type": "string", "allOf": [{"maxLength": 3}, {"minLength": 1}]}}, "'allOf' of parameter 'a' would not be"),
     ({"a>b": {"type": "string"}}, "which cannot stand in a tag"),
     ({"a": {"enum": ["x</parameter>"]}}, "holds a closing tag"),
-    ({"a": {"type": "integer", "enum": [1.5, "1"]}}, "nothing satisfies parameter 'a'; make it optional"),
     ({"a": {"type": "integer", "uniqueItems": True}}, "'uniqueItems' at #/properties/a would not be enforced"),
 ]
 
@@ -182,6 +181,15 @@ def test_what_the_tags_cannot_hold_is_refused_by_name(properties, reason):
         tool_grammar([tool("f", properties)], dialect_of(DIALECTS["tagged"]))
     assert str(refused.value).startswith("a call of the tool 'f' cannot be forced: ")
     assert reason in str(refused.value)
+
+
+def test_a_parameter_that_nothing_satisfies_is_left_out_where_it_is_optional():
+    nothing, fine = {"type": "integer", "enum": [1.5, "1"]}, {"type": "boolean"}
+    with pytest.raises(RequestError, match="nothing satisfies parameter 'a'; make it optional"):
+        tool_grammar([tool("f", {"a": nothing, "b": fine}, ("a",))], dialect_of(DIALECTS["tagged"]))
+    made = tool_grammar([tool("f", {"a": nothing, "b": fine})], dialect_of(DIALECTS["tagged"]))
+    assert "parameter=b" in made
+    assert "parameter=a" not in made
 
 
 def test_values_of_another_type_are_no_choices():

@@ -1,27 +1,32 @@
-"""The part of JSON Schema that the document of the API uses, checked value by value."""
+"""The part of JSON Schema that the document of the API and the schemas of tests use, checked value by value."""
 
 from __future__ import annotations
 
 import re
 
 TYPES = {"string": str, "array": list, "object": dict, "boolean": bool, "null": type(None)}
+INF = float("inf")
 WORDS = {
     "type", "enum", "const", "anyOf", "oneOf", "allOf", "not", "minimum", "maximum", "minLength", "maxLength",
     "pattern", "items", "minItems", "maxItems", "properties", "required", "additionalProperties", "$ref", "default",
-    "description",
+    "description", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "prefixItems", "minProperties",
+    "maxProperties", "patternProperties", "propertyNames", "uniqueItems", "$defs", "title", "format",
 }  # fmt: skip
 
 
 def faults(schema, value, root, where="body"):
     """What of a value is not as a schema says; ``root`` is the document."""
+    if isinstance(schema, bool):
+        return [] if schema else [f"{where} must not be"]
     assert schema.keys() <= WORDS, schema.keys() - WORDS
     if "$ref" in schema:
-        named = root["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
-        return faults(named, value, root, where)
-    found = []
+        shared = root["$defs"] if schema["$ref"].startswith("#/$defs/") else root["components"]["schemas"]
+        found = faults(shared[schema["$ref"].rpartition("/")[2]], value, root, where)
+    else:
+        found = []
     kinds = schema.get("type", [])
     if kinds and not any(_is(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)):
-        return [f"{where} is {value!r}, no {kinds}"]
+        return [*found, f"{where} is {value!r}, no {kinds}"]
     if "enum" in schema and not any(same(value, one) for one in schema["enum"]):
         found.append(f"{where} is {value!r}, none of {schema['enum']}")
     if "const" in schema and not same(value, schema["const"]):
@@ -37,6 +42,10 @@ def faults(schema, value, root, where="body"):
 
 
 def same(value, other):
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(same, value, other))
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(same(value[key], other[key]) for key in value)
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
@@ -52,6 +61,10 @@ def _inside(schema, value, root, where):
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not schema.get("minimum", value) <= value <= schema.get("maximum", value):
             found.append(f"{where} is {value}, out of range")
+        if value <= schema.get("exclusiveMinimum", -INF) or value >= schema.get("exclusiveMaximum", INF):
+            found.append(f"{where} is {value}, out of range")
+        if value % schema.get("multipleOf", value or 1):
+            found.append(f"{where} is {value}, no multiple")
     elif isinstance(value, str):
         if not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)):
             found.append(f"{where} has {len(value)} characters")
@@ -60,12 +73,23 @@ def _inside(schema, value, root, where):
     elif isinstance(value, list):
         if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
             found.append(f"{where} has {len(value)} items")
+        if schema.get("uniqueItems") and any(same(a, b) for i, a in enumerate(value) for b in value[:i]):
+            found.append(f"{where} has an item twice")
+        first = schema.get("prefixItems", [])
         for index, item in enumerate(value):
-            found += faults(schema.get("items", {}), item, root, f"{where}[{index}]")
+            rule = first[index] if index < len(first) else schema.get("items", True)
+            found += faults(rule, item, root, f"{where}[{index}]")
     elif isinstance(value, dict):
         found += [f"{where}.{key} is missing" for key in schema.get("required", ()) if key not in value]
         known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        if not schema.get("minProperties", 0) <= len(value) <= schema.get("maxProperties", len(value)):
+            found.append(f"{where} has {len(value)} properties")
         for key, item in value.items():
+            found += faults(schema.get("propertyNames", True), key, root, f"{where}: {key}")
+            matching = [one for pattern, one in schema.get("patternProperties", {}).items() if re.search(pattern, key)]
+            if matching:
+                found += [fault for one in matching for fault in faults(one, item, root, f"{where}.{key}")]
+                others = True
             if key not in known and others is False:
                 found.append(f"{where}.{key} is unknown")
             else:

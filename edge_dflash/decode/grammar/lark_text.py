@@ -17,7 +17,8 @@ from typing import Any, Literal, TypeAlias
 
 from edge_dflash.common.rules import refuse_surrogates
 from edge_dflash.decode.grammar.schema_check import check
-from edge_dflash.decode.grammar.schema_keywords import ANNOTATIONS, ENCODINGS, FORMATS
+from edge_dflash.decode.grammar.schema_formats import ENCODINGS, FORMATS
+from edge_dflash.decode.grammar.schema_plain import plain
 from edge_dflash.decode.grammar.schema_rewrite import rewrite
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tool_calls import (
@@ -46,11 +47,11 @@ _LEXICON = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 
-_WHOLE = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions", *ANNOTATIONS))
+_WHOLE = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions"))
 _TEXT = frozenset(("type", "enum", "const", "pattern", "format", "contentEncoding", "minLength", "maxLength"))
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # of a regex: escape, class, character
 _BRANCHES = 200  # of anyOf that are looked into for one parameter: they multiply, and may lead to themselves
-_UNTYPED = frozenset(("type", "anyOf", *ANNOTATIONS))
+_UNTYPED = frozenset(("type", "anyOf"))
 
 
 def prepare(
@@ -202,9 +203,10 @@ def _opening(name: str, dialect: Dialect) -> str:
 def _call(rule: str, name: str, tool: Tool, dialect: Dialect) -> list[str]:
     """Rules of a call whose arguments satisfy the tool's schema."""
     parameters = _parameters(tool)
+    check(parameters)
+    parameters = plain(parameters)
     if isinstance(dialect, TaggedCalls):
         return list(_tagged_call(rule, name, parameters, dialect))
-    check(parameters)
     return [_json_call(rule, name, parameters, dialect)]
 
 
@@ -216,7 +218,7 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     if isinstance(parameters, dict):
         parameters.setdefault("type", "object")
     if not isinstance(parameters, dict) or parameters["type"] != "object":
-        raise RequestError("its parameters are not of type object")
+        raise RequestError("its parameters are not of type object; give one")
     return parameters
 
 
@@ -226,9 +228,8 @@ def _json_call(rule: str, name: str, parameters: dict[str, Any], dialect: JsonCa
 
 def _tagged_call(rule: str, name: str, parameters: dict[str, Any], dialect: TaggedCalls) -> Iterator[str]:
     before = _opening(name, dialect)
-    if other := next((key for key in parameters if key not in _WHOLE and not key.startswith("x-")), None):
+    if other := next((key for key in parameters if key not in _WHOLE), None):
         raise RequestError(f"{other!r} of its parameters would not be enforced in this model's dialect; remove it")
-    check(parameters)
     properties: dict[str, Any] = dict(parameters.get("properties", {}))
     required = parameters.get("required", [])
     for key in required:
@@ -236,7 +237,7 @@ def _tagged_call(rule: str, name: str, parameters: dict[str, Any], dialect: Tagg
     shared = definitions_of(parameters)
     parts = []
     for index, (key, schema) in enumerate(properties.items()):
-        if schema is False and key not in required:
+        if key not in required and (schema is False or _values(schema, shared) == []):
             continue
         _need_plain(key, f"the name of parameter {key!r}")
         part = f"{rule}p{index}"
@@ -265,7 +266,6 @@ def _parameter(rule: str, key: str, schema: Any, shared: dict[str, Any], dialect
         whole = {**found, **shared} if isinstance(found, dict) else {}
         if not whole.keys() & {"$ref", "type", "enum", "const"}:  # that its keywords imply
             whole["type"] = sorted(kinds)
-        check(whole)
         yield f"{rule}v: {_json(whole)} {_literal(after)}"
     elif _is_bare(found, shared):
         yield f'{rule}v: {rule}t {_literal(dialect.gap)}\n{rule}t[suffix="</parameter>"]: /(?s:.*)/'
@@ -282,7 +282,7 @@ def _values(schema: Any, shared: dict[str, Any], left: Iterator[int] | None = No
     schema = followed(schema, shared)
     if not isinstance(schema, dict) or next(left, None) is None:
         return None
-    rules = {key for key in schema if key not in ANNOTATIONS and not key.startswith("x-")}
+    rules = set(schema)
     if rules <= {"enum", "type"} and "enum" in rules:
         kinds = types_of({"type": schema["type"]}, shared) if "type" in rules else None
         return [value for value in schema["enum"] if kinds is None or type_names(value) & kinds]
@@ -302,7 +302,7 @@ def _values(schema: Any, shared: dict[str, Any], left: Iterator[int] | None = No
 
 def _patterns(schema: dict[str, Any], key: str, dialect: TaggedCalls) -> Iterator[str]:
     """What the raw text must match, each with what stands before the closing tag."""
-    if other := next((word for word in schema if word not in _TEXT | set(ANNOTATIONS) and word[:2] != "x-"), None):
+    if other := next((word for word in schema if word not in _TEXT), None):
         raise RequestError(f"{other!r} of parameter {key!r} would not be enforced in this model's dialect; remove it")
     low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
     whole = [f"(?s:.{{{low},{'' if high is None else int(high)}}})"]
@@ -340,7 +340,7 @@ def _is_bare(schema: Any, shared: dict[str, Any], left: Iterator[int] | None = N
     schema = followed(schema, shared)
     if not isinstance(schema, dict):
         return schema is True
-    if next(left, None) is None or not all(key in _UNTYPED or key.startswith("x-") for key in schema):
+    if next(left, None) is None or not _UNTYPED.issuperset(schema):
         return False
     return all(_is_bare(option, shared, left) for option in schema.get("anyOf", ()))
 

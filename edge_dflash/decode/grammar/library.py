@@ -141,6 +141,11 @@ _KNOWN: tuple[tuple[str, str | _Words, str], ...] = (  # pattern; our words; key
         "",
     ),
     (
+        r"regex parse error:\s*\n\s*(?P<regex>.*?)\n[^\n]*\nerror: (?P<what>look-around|backreferences)",
+        lambda m: f"the regex {m['regex']!r} is not valid: {m['what']} would not be enforced; write it without",
+        "pattern",
+    ),
+    (
         r"regex parse error:\s*\n\s*(?P<regex>.*?)\n\s*\^+\s*\nerror: (?P<why>[^\n]*)",
         lambda m: f"the regex {m['regex']!r} is not valid: {m['why']}; write it in the syntax of Rust's regex crate",
         "",

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 from urllib.parse import unquote
 
 from edge_dflash.common.rules import refuse_surrogates
 from edge_dflash.common.suggest import slip_of
-from edge_dflash.decode.grammar.schema_keywords import KNOWN, LISTS, NAMED, SINGLE, check_values, kinds_of
+from edge_dflash.decode.grammar.schema_apart import Apart
+from edge_dflash.decode.grammar.schema_idle import forbids_nothing
+from edge_dflash.decode.grammar.schema_keywords import (
+    DEFINITIONS,
+    KNOWN,
+    LISTS,
+    NAMED,
+    SINGLE,
+    Node,
+    check_values,
+    kinds_of,
+)
+from edge_dflash.decode.grammar.schema_names import names_in, with_names
 from edge_dflash.errors import RequestError, short
-
-Node: TypeAlias = "dict[str, Any] | bool"
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64  # levels of nesting
@@ -59,8 +70,9 @@ def schema_json(schema: object) -> str:
 
 def check(root: dict[str, Any]) -> None:
     """Raise RequestError when a keyword would not be enforced, or the schema is too deep or has no finite document."""
+    apart = Apart(partial(resolve, root))
     targets: dict[str, Node] = {}
-    levels = _walk(root, "#", 1)
+    levels = _walk(root, "#", 1, root)
     pending = [root]
     while pending:
         for node in _nodes(pending.pop()):
@@ -68,7 +80,7 @@ def check(root: dict[str, Any]) -> None:
             if reference is None or reference in targets:
                 continue
             targets[reference] = found = resolve(root, reference)
-            levels += _walk(found, str(reference), 1)
+            levels += _walk(found, str(reference), 1, root)
             if isinstance(found, dict):
                 pending.append(found)
     if levels > MAX_LEVELS:
@@ -76,6 +88,8 @@ def check(root: dict[str, Any]) -> None:
             f"the schema and the definitions that it refers to are {levels} levels deep in all, "
             f"at most {MAX_LEVELS} are taken; use fewer definitions"
         )
+    for where, target in (("#", root), *targets.items()):
+        _check_options(target, where, [], apart)
     finite: set[str] = set()
     while fresh := {name for name, node in targets.items() if name not in finite and _ends(node, finite)}:
         finite |= fresh
@@ -92,7 +106,7 @@ def _check_size(text: str) -> None:
         raise RequestError(f"the schema has {size} bytes, at most {MAX_BYTES} are taken; make it smaller")
 
 
-def _walk(node: object, where: str, depth: int) -> int:
+def _walk(node: object, where: str, depth: int, root: dict[str, Any]) -> int:
     """Check one schema and those inside; return how many levels there are."""
     if isinstance(node, bool):
         return 1
@@ -101,18 +115,21 @@ def _walk(node: object, where: str, depth: int) -> int:
     if depth > MAX_DEPTH:
         raise RequestError(f"the schema is nested deeper than {MAX_DEPTH} levels at {where}; make it flatter")
     _check_keywords(node, where)
-    return 1 + max((_walk(child, f"{where}/{path}", depth + 1) for path, child in children(node, where)), default=0)
+    inside = (_walk(child, f"{where}/{path}", depth + 1, root) for path, child in children(node, where))
+    levels = 1 + max(inside, default=0)
+    if "propertyNames" in node and not forbids_nothing("propertyNames", node):
+        names = names_in(node, partial(resolve, root))
+        if isinstance(names, dict):
+            _check_keywords(names, f"{where}/propertyNames")
+        if with_names(node, partial(resolve, root)) is None:
+            raise _unenforced("propertyNames", where)
+    return levels
 
 
 def _check_keywords(node: dict[str, Any], where: str) -> None:
-    for key in node:
-        if key not in KNOWN and (not key.startswith("x-") or key == "x-guidance"):  # x-guidance: the library's own
-            close = slip_of(key, KNOWN)
-            advice = f"did you mean {close!r}? " if close else ""
-            raise RequestError(
-                f"the schema's keyword {short(key)} at {where} would not be enforced; {advice}"
-                "remove it, or write the rule with other keywords"
-            )
+    kept = {key: value for key, value in node.items() if not forbids_nothing(key, node)}
+    for key in kept.keys() - KNOWN - {"propertyNames"}:  # which depends on the others, and is looked at after them
+        raise _unenforced(key, where)
     reference = node.get("$ref", "#")
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise RequestError(
@@ -120,7 +137,36 @@ def _check_keywords(node: dict[str, Any], where: str) -> None:
         )
     if "$id" in node and where != "#":
         raise RequestError(f"$id at {where} would change what references mean; remove it")
-    check_values(node, where, kinds_of(node))
+    check_values(kept, where, kinds_of(node))
+
+
+def _unenforced(key: str, where: str) -> RequestError:
+    close = slip_of(key, KNOWN - {key})
+    advice = f"did you mean {close!r}? " if close else ""
+    return RequestError(
+        f"the schema's keyword {short(key)} at {where} would not be enforced; {advice}"
+        "remove it, or write the rule with other keywords"
+    )
+
+
+def _check_options(node: object, where: str, around: list[Node], apart: Apart) -> None:
+    """Raise RequestError when two options of a oneOf may hold together; ``around``: what holds of the same value."""
+    if not isinstance(node, dict):
+        return
+    if "oneOf" in node and (found := apart.together(node, around)):
+        raise RequestError(
+            f"that only one option of a oneOf holds would not be enforced, because options {found[0]} and {found[1]} "
+            f"could hold together; give each a type and let them differ in it or in a required constant, or use anyOf "
+            f"(at {where})"
+        )
+    here = {key: value for key, value in node.items() if key not in ("allOf", "anyOf", "oneOf")}
+    for path, child in inner(node):
+        key, _, index = path.partition("/")
+        others: list[Node] = []
+        if key in ("allOf", "anyOf", "oneOf"):
+            parts = enumerate(node["allOf"]) if key == "allOf" else ()
+            others = [*around, here, *(part for number, part in parts if str(number) != index)]
+        _check_options(child, f"{where}/{path}", others, apart)
 
 
 def children(node: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
@@ -141,17 +187,25 @@ def children(node: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
             yield key, node[key]
 
 
-def inner(node: dict[str, Any]) -> Iterator[object]:
+def inner(node: dict[str, Any]) -> Iterator[tuple[str, object]]:
     """Schemas directly inside ``node``, definitions left out: they count where they are referred to."""
-    return (child for path, child in children(node, "#") if not path.startswith(("$defs/", "definitions/")))
+    return (one for one in children(node, "#") if one[0].partition("/")[0] not in DEFINITIONS)
 
 
 def _nodes(node: object) -> Iterator[dict[str, Any]]:
     """The schema objects of ``node``, itself and those inside."""
     if isinstance(node, dict):
         yield node
-        for child in inner(node):
+        for _, child in inner(node):
             yield from _nodes(child)
+
+
+def all_nodes(node: object) -> Iterator[dict[str, Any]]:
+    """The same, and those of its definitions."""
+    if isinstance(node, dict):
+        yield node
+        for _, child in children(node, "#"):
+            yield from all_nodes(child)
 
 
 def resolve(root: dict[str, Any], reference: str) -> Node:

@@ -7,10 +7,10 @@
 - Where a schema leaves a value free, it becomes a reference to a definition of any JSON value with such numbers. Not
   where schemas are intersected (``allOf``, keywords beside ``anyOf`` or ``$ref``): the library cannot intersect what
   refers to itself, and free values there have numbers without bound.
-- ``format`` and ``contentEncoding`` become the patterns of :mod:`edge_dflash.decode.grammar.schema_keywords`.
-- Keywords that only describe (``title``, ``x-...``, ``$schema``) are left out.
+- ``format`` and ``contentEncoding`` become the patterns of :mod:`edge_dflash.decode.grammar.schema_formats`.
 
-The schema was taken by :func:`edge_dflash.decode.grammar.schema_check.check`.
+The schema was taken by :func:`edge_dflash.decode.grammar.schema_check.check`; it is brought into plain form first
+(:mod:`edge_dflash.decode.grammar.schema_plain`).
 """
 
 from __future__ import annotations
@@ -19,37 +19,38 @@ import json
 from collections.abc import Iterator
 from decimal import Decimal
 from itertools import chain, count
-from math import prod
+from math import prod, ulp
 from typing import Any
 from urllib.parse import quote, unquote
 
-from edge_dflash.decode.grammar.schema_check import Node, children, inner, resolve
+from edge_dflash.decode.grammar.schema_check import all_nodes, inner, resolve
+from edge_dflash.decode.grammar.schema_formats import ENCODINGS, FORMATS
+from edge_dflash.decode.grammar.schema_idle import may_be
 from edge_dflash.decode.grammar.schema_keywords import (
-    ENCODINGS,
-    ENFORCED,
-    FORMATS,
+    DEFINITIONS,
     LARGEST,
     LISTS,
     NAMED,
     SINGLE,
+    Node,
     is_number,
     kinds_of,
     numbers_in,
 )
+from edge_dflash.decode.grammar.schema_plain import plain
 from edge_dflash.errors import RequestError
 
 FRACTION_DIGITS = 10  # of the library's multipleOf: it takes no finer power of ten
 _NUMBERS = frozenset(("number", "integer"))
 _STEP = 1e-10
 _NARROW = 1e-6  # in a narrower range the library may find no multiple of the step, by rounding
-_APPLICATORS = frozenset(("$ref", "allOf", "anyOf", "oneOf", "const", "enum"))
+_APPLICATORS = frozenset(("$ref", "allOf", "anyOf", "const", "enum"))
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_DEFINITIONS = frozenset(("$defs", "definitions"))
 
 
 def rewrite(root: dict[str, Any]) -> dict[str, Any]:
     """The schema for the library. ``root`` is not changed."""
-    return _Rewriting(root).root()
+    return _Rewriting(plain(root)).root()
 
 
 class _Rewriting:
@@ -64,9 +65,8 @@ class _Rewriting:
         multiples = set(_numbers(root, ("multipleOf",)))
         if self._merged and len(multiples) > 1 and _overflow(multiples):
             raise RequestError("the values of multipleOf are too large to be combined; write one multipleOf of them")
-        digits = all(_is_fine(number) for number in _numbers(root, (*_BOUNDS, "const", "enum")))
+        self._digits = digits = all(_is_fine(number) for number in _numbers(root, (*_BOUNDS, "const", "enum")))
         self._fine = digits and not multiples and not (self._merged and _crossed(root))
-        self._plain = not any("oneOf" in node for node in _all_nodes(root))  # of a reference nothing is known to differ
         names = chain(["any"], (f"any{number}" for number in count(1)))
         self._names = (name for name in names if name not in root.get("$defs", {}))  # of added definitions
         self._added: dict[str, Any] = {}  # definitions
@@ -88,7 +88,7 @@ class _Rewriting:
             if merged:
                 self._merged.add(id(node))
             inside = merged or _intersects(node)
-            pending += ((child, inside) for child in inner(node))
+            pending += ((child, inside) for _, child in inner(node))
             if "$ref" in node:
                 pending.append((resolve(self._root, node["$ref"]), inside))
 
@@ -114,19 +114,21 @@ class _Rewriting:
         if not isinstance(node, dict):
             return self._free() if node is True and not merged else node
         merged = id(node) in self._merged  # a definition's place says nothing; its references do
-        kept = {key: value for key, value in node.items() if key in ENFORCED}
-        if not kept.keys() - _DEFINITIONS and not merged:
+        kept = dict(node)
+        if not kept.keys() - DEFINITIONS and not merged:
             kept |= self._free()
         made = {key: self._value(key, value, merged or _intersects(node)) for key, value in kept.items()}
+        if self._digits and may_be(node, "number"):
+            _include(made)
         encoding = made.pop("contentEncoding", None)
         patterns = [*FORMATS.get(made.pop("format", ""), ()), *ENCODINGS.get(encoding or "", ())]
         if patterns:
             _add_patterns(made, patterns)
-        if not kept.keys() & _APPLICATORS and kept.keys() - _DEFINITIONS:
+        if not kept.keys() & _APPLICATORS and kept.keys() - DEFINITIONS:
             if not merged:
                 self._close(made)
             self._bound(made, merged=merged)
-            if self._plain and not merged and node is not self._root and _is_open(node):
+            if not merged and node is not self._root and _is_open(node):
                 return self._share(made)
         elif "type" in kept and not kept.keys() & {"const", "enum"}:
             self._bound(made, merged=True)
@@ -134,13 +136,15 @@ class _Rewriting:
 
     def _value(self, key: str, value: Any, merged: bool) -> Any:
         if key in NAMED:
-            free = merged or key in _DEFINITIONS
+            free = merged or key in DEFINITIONS
             return {name: self._node(child, merged=free) for name, child in value.items()}
         if key == "$ref":  # as a URI, which the library wants
             return "#" + quote(unquote(value[1:]), safe="/~!$&'()*+,;=:@")
         if key in LISTS and isinstance(value, list):
             return [self._node(child, merged=merged) for child in value]
-        return self._node(value, merged=merged) if key in SINGLE else value
+        if key in SINGLE:
+            return self._node(value, merged=merged)
+        return _without_minus_zero(value) if key in ("const", "enum") else value
 
     def _close(self, made: dict[str, Any]) -> None:
         """Name what the schema leaves free inside arrays and objects."""
@@ -169,9 +173,14 @@ class _Rewriting:
             made["multipleOf"] = _STEP
 
 
+def _without_minus_zero(value: Any) -> Any:
+    """A JSON value for the library, which writes -0.0 as -0 and takes nothing else for it."""
+    return json.loads(json.dumps(value), parse_float=lambda text: float(text) or 0)
+
+
 def _intersects(node: dict[str, Any]) -> bool:
     """Whether the library intersects what is inside ``node``."""
-    enforced = [key for key in node if key in ENFORCED and key not in _DEFINITIONS]
+    enforced = [key for key in node if key not in DEFINITIONS]
     applied = [key for key in enforced if key in _APPLICATORS]
     if len(node.get("allOf", ())) > 1:
         return True
@@ -189,17 +198,9 @@ def _is_open(node: dict[str, Any]) -> bool:
     )
 
 
-def _all_nodes(node: object) -> Iterator[dict[str, Any]]:
-    """The schema objects of ``node``: itself, those inside, those of its definitions."""
-    if isinstance(node, dict):
-        yield node
-        for _, child in children(node, "#"):
-            yield from _all_nodes(child)
-
-
 def _numbers(root: dict[str, Any], keys: tuple[str, ...]) -> Iterator[int | float]:
     """Numbers that a schema names under some keywords."""
-    return numbers_in(*(node[key] for node in _all_nodes(root) for key in keys if key in node))
+    return numbers_in(*(node[key] for node in all_nodes(root) for key in keys if key in node))
 
 
 def _is_fine(number: int | float) -> bool:
@@ -227,6 +228,16 @@ def _limit(made: dict[str, Any], key: str) -> float | None:
     inclusive, exclusive = made.get(key), made.get(f"exclusive{key.capitalize()}")
     given = [value for value in (inclusive, exclusive) if is_number(value)]
     return None if not given else float(max(given) if key == "minimum" else min(given))
+
+
+def _include(made: dict[str, Any]) -> None:
+    """Write whole exclusive bounds as inclusive ones, a step away: the library takes 0 for above 0 and at most 0.5."""
+    for key, further, sign in (("minimum", max, 1), ("maximum", min, -1)):
+        bound = made.get(f"exclusive{key.capitalize()}")
+        if is_number(bound) and bound % 1 == 0 and abs(bound) < LARGEST:
+            del made[f"exclusive{key.capitalize()}"]
+            within = bound + sign * max(_STEP, 4 * ulp(bound))
+            made[key] = further(within, made.get(key, within))
 
 
 def _replace(made: dict[str, Any], key: str, value: int) -> None:

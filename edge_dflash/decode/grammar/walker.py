@@ -210,8 +210,9 @@ def _grammar_text(source: Source, vocabulary: Vocabulary) -> str:
 
 
 def _json_options(whitespace: bool) -> dict[str, object]:
-    """How the library is to read a schema: nothing of it ignored, blanks bounded."""
+    """How the library is to read a schema: nothing of it ignored, blanks bounded, each name spelled in one way."""
     strict: dict[str, object] = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": whitespace}
+    strict["json_allowed_escapes"] = 'nrbtf"\\'  # with u a free name could be that of a property, spelled otherwise
     return {**strict, "whitespace_pattern": _WHITESPACE} if whitespace else strict
 
 
