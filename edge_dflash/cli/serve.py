@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from edge_dflash.cli.output import stages
+from edge_dflash.common.allocator import return_large_blocks
 from edge_dflash.errors import ServiceError
 
 
@@ -61,6 +62,7 @@ def serve(
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("edge_dflash").setLevel(logging.INFO)
     showing = stages if sys.stderr.isatty() else logged
+    return_large_blocks()
     run(
         chosen,
         SystemdNotifier(os.environ.get("NOTIFY_SOCKET")),

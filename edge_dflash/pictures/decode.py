@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from edge_dflash.pictures.parts import parts_of
 Pixels = npt.NDArray[np.uint8]
 
 FORMATS = ("PNG", "JPEG")
+INSTALL = "install it with: pip install 'edge-dflash[images]'"
 _ACCEPTED = (
     "a path, bytes of a PNG or JPEG file, a data URL, an array or memoryview (height, width, 3) of uint8, or an image "
     "of Pillow"
@@ -157,8 +159,13 @@ def _encoded(pixels: Pixels) -> bytes:
     return file.getvalue()
 
 
+def reads_files() -> bool:
+    """Whether image files can be read here: arrays always can."""
+    return find_spec("PIL") is not None
+
+
 def _no_pillow() -> ImageError:
-    return ImageError("image files need Pillow; install it with: pip install 'edge-dflash[images]'")
+    return ImageError(f"image files need Pillow; {INSTALL}")
 
 
 def _unknown(size: int) -> ImageError:

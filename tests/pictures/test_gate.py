@@ -72,3 +72,108 @@ def test_a_pixel_takes_no_more_than_is_counted(tmp_path):
     assert done.returncode == 0, done.stderr
     taken = {name: int(line) / SIDE**2 for name, line in zip(files, done.stdout.split(), strict=True)}
     assert max(taken.values()) < PIXEL_BYTES, taken
+
+
+def test_callers_are_let_in_in_their_order_and_never_above_the_budget():
+    gate, begun, most, lock = Gate(100), [], [0], threading.Lock()
+
+    def read(name, size, go):
+        with gate.hold(size):
+            with lock:
+                begun.append(name)
+                most[0] = max(most[0], gate.held)
+            assert go.wait(30)
+
+    first, rest = threading.Event(), threading.Event()
+    threads = [threading.Thread(target=read, args=("first", 60, first))]
+    threads[0].start()
+    while not gate.held:
+        pass
+    for name, size in (("large", 70), ("small", 10), ("huge", 10_000)):
+        waiting = len(gate._waiting)
+        threads.append(threading.Thread(target=read, args=(name, size, rest)))
+        threads[-1].start()
+        while len(gate._waiting) == waiting:
+            pass
+    assert begun == ["first"]  # the small one does not pass the large one
+    first.set()
+    rest.set()
+    for thread in threads:
+        thread.join(30)
+    assert begun == ["first", "large", "small", "huge"]
+    assert most[0] <= gate.budget
+    assert gate.held == 0
+
+
+class Enough(Exception):
+    pass
+
+
+def test_what_a_check_raises_ends_the_waiting_and_holds_nothing_up():
+    gate, asked = Gate(100), []
+
+    def check():
+        asked.append(gate.held)
+        if len(asked) == 3:
+            raise Enough
+
+    with gate.hold(60):
+        with pytest.raises(Enough), gate.hold(60, check):
+            pass
+        with gate.hold(40):
+            assert gate.held == 100
+    assert asked == [60] * 3
+    assert gate.held == 0
+
+
+def test_memory_is_given_back_however_reading_ends():
+    gate, broken = Gate(in_flight(1 << 20)), encoded(noise(40, 60))[:-200]
+    for _ in range(3):
+        with pytest.raises(ImageError, match="cannot be decoded"):
+            pictures_of([noise(40, 60), broken], PUBLISHED, gate=gate)
+        assert gate.held == 0
+    assert pictures_of([noise(40, 60)], PUBLISHED, gate=gate)
+
+
+def text_bomb():
+    """A small picture with compressed texts of a megabyte each."""
+    file = encoded(noise(40, 60))
+    data = b"k\0\0" + zlib.compress(bytes(1 << 20))
+    chunk = struct.pack(">I", len(data)) + b"zTXt" + data + struct.pack(">I", zlib.crc32(b"zTXt" + data))
+    return file[:33] + chunk.replace(b"k\0", b"k\0") * 12 + file[33:]
+
+
+def test_texts_beside_the_pixels_are_counted():
+    gate, seen = Gate(in_flight(20_000_000)), []
+    pictures_of([text_bomb()], PUBLISHED, gate=gate, check=lambda: seen.append(0))
+    held = []
+
+    class Watched(Gate):
+        def hold(self, size, check=None):
+            held.append(size)
+            return super().hold(size)
+
+    pictures_of([text_bomb()], PUBLISHED, gate=Watched(in_flight(20_000_000)))
+    assert held[0] > 12 * (4 << 20)
+
+
+def progressive(scans, side):
+    """A progressive JPEG with that many scans, of which the last ones are small."""
+    file = encoded(np.full((side, side, 3), 128, np.uint8), "JPEG", progressive=True)
+    last = file[file.rindex(b"\xff\xda") : -2]
+    return file[:-2] + last * (scans - file.count(b"\xff\xda")) + b"\xff\xd9"
+
+
+def test_scans_times_pixels_are_bounded_before_they_are_decoded():
+    side = 2200
+    picture_of(progressive(20, 640), PUBLISHED)
+    assert 60 * side**2 > MOST_WORK
+    with pytest.raises(ImageError, match=r"60 scans of 2200 x 2200 pixels, 290,400,000 pixels of all scans, at most"):
+        picture_of(progressive(60, side), PUBLISHED)
+
+
+def test_a_size_that_is_said_twice_is_no_size():
+    file = encoded(noise(40, 60))
+    twice = file[:33] + file[8:33].replace(struct.pack(">II", 60, 40), struct.pack(">II", 4, 4)) + file[33:]
+    with pytest.raises(ImageError, match="cannot be decoded"):
+        picture_of(twice, PUBLISHED)
