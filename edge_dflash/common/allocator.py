@@ -12,8 +12,8 @@ LARGE = 4 << 20  # bytes
 def return_large_blocks() -> None:
     """Blocks of LARGE bytes and more go back to the system when they are freed, whatever thread had them.
 
-    glibc else raises that bound to 32 MB by itself, and keeps what is below for each of many threads: after twenty large
-    pictures, half a gigabyte. For a process that is ours alone; other C libraries are left as they are.
+    glibc else raises that bound to 32 MB by itself, and keeps what is below for each of many threads: half a gigabyte
+    after twenty large pictures. For a process that is ours alone; other C libraries are left as they are.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,6 +20,8 @@ from numbers import Integral, Real
 from typing import Any, TypeAlias
 
 from edge_dflash.errors import RequestError, short
+
+_TEXTLESS = (bytes, bytearray, memoryview, array, range)  # sequences that hold no text
 
 
 def lone_surrogate(value: Any, where: str) -> str | None:
@@ -33,9 +36,7 @@ def lone_surrogate(value: Any, where: str) -> str | None:
         if isinstance(value, str):
             if not _is_text(value):
                 return where
-        elif (
-            isinstance(value, Mapping | Sequence) and not isinstance(value, bytes | bytearray) and id(value) not in seen
-        ):
+        elif isinstance(value, Mapping | Sequence) and not isinstance(value, _TEXTLESS) and id(value) not in seen:
             seen.add(id(value))
             if isinstance(value, Mapping):
                 if any(isinstance(key, str) and not _is_text(key) for key in value):

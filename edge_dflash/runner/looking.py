@@ -59,7 +59,9 @@ def read_images(
 ) -> Shown:
     """Decode the images of messages, several at a time. ``known``: pictures that names in them may mean.
 
-    ``check`` is asked before and while they wait for memory; what it raises ends that. Raises RequestError without a tower and for too many images, ImageError for one that is none.
+    ``check`` is asked before and while they wait for memory; what it raises ends that.
+
+    Raises RequestError without a tower and for too many images, ImageError for one that is none.
     """
     if not (sources := sources_of(messages)):
         return Shown(messages)

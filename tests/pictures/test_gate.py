@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import zlib
 
 import numpy as np
@@ -88,13 +89,13 @@ def test_callers_are_let_in_in_their_order_and_never_above_the_budget():
     threads = [threading.Thread(target=read, args=("first", 60, first))]
     threads[0].start()
     while not gate.held:
-        pass
+        time.sleep(0.001)
     for name, size in (("large", 70), ("small", 10), ("huge", 10_000)):
         waiting = len(gate._waiting)
         threads.append(threading.Thread(target=read, args=(name, size, rest)))
         threads[-1].start()
         while len(gate._waiting) == waiting:
-            pass
+            time.sleep(0.001)
     assert begun == ["first"]  # the small one does not pass the large one
     first.set()
     rest.set()
@@ -140,12 +141,10 @@ def text_bomb():
     file = encoded(noise(40, 60))
     data = b"k\0\0" + zlib.compress(bytes(1 << 20))
     chunk = struct.pack(">I", len(data)) + b"zTXt" + data + struct.pack(">I", zlib.crc32(b"zTXt" + data))
-    return file[:33] + chunk.replace(b"k\0", b"k\0") * 12 + file[33:]
+    return file[:33] + chunk * 12 + file[33:]
 
 
 def test_texts_beside_the_pixels_are_counted():
-    gate, seen = Gate(in_flight(20_000_000)), []
-    pictures_of([text_bomb()], PUBLISHED, gate=gate, check=lambda: seen.append(0))
     held = []
 
     class Watched(Gate):
