@@ -216,20 +216,22 @@ class SessionManager:
                 f"the session has {len(state.tokens)} tokens, the context holds {shape.max_context}; "
                 "build the bundle with a longer context"
             )
+        self._check_patches(state)
         check_pictures(Pictured(state.tokens, state.pictures), shape.image_token_id)
-        for number, placed in enumerate(state.pictures, 1):
-            if shape.patches is not None and (spec := placed.picture.spec) != shape.patches:
-                name = next(
-                    one.name for one in fields(spec) if getattr(spec, one.name) != getattr(shape.patches, one.name)
-                )
-                raise BundleError(
-                    f"image {number} of the session has {name} {short(getattr(spec, name))}, this bundle's images have "
-                    f"{getattr(shape.patches, name)}; open the bundle that the session was made with, or start a new "
-                    "session"
-                )
         session = Session(self, state.tokens, state.snapshot.frozen() if state.snapshot else None, state.pictures)
         session.loaded = True
         return session
+
+    def _check_patches(self, state: SessionState) -> None:
+        """Raise BundleError for pictures that were cut otherwise than this bundle cuts them."""
+        ours = self.backend.shape.patches
+        for number, placed in enumerate(state.pictures, 1):
+            if ours is not None and (theirs := placed.picture.spec) != ours:
+                name = next(one.name for one in fields(ours) if getattr(ours, one.name) != getattr(theirs, one.name))
+                raise BundleError(
+                    f"image {number} of the session has {name} {short(getattr(theirs, name))}, those of this bundle "
+                    f"{getattr(ours, name)}; open the bundle that the session was made with, or start a new session"
+                )
 
     def vacate(self) -> None:
         """Park the sessions that are in lanes, so that the backend may be used otherwise for a while."""

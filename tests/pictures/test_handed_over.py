@@ -25,6 +25,12 @@ def array():
     return found, lambda: found.__setitem__(..., OTHER)
 
 
+def planes():
+    """An array whose memory lies as a picture's planes do, which nothing later has to copy."""
+    found = np.ascontiguousarray(FRAME.transpose(2, 0, 1)).transpose(1, 2, 0)
+    return found, lambda: found.__setitem__(..., OTHER)
+
+
 def view():
     found = bytearray(FRAME.tobytes())
     return memoryview(found).cast("B", FRAME.shape), lambda: found.__setitem__(slice(None), OTHER.tobytes())
@@ -45,7 +51,7 @@ def pillow():
     return found, lambda: found.paste(Image.fromarray(OTHER))
 
 
-@pytest.mark.parametrize("kind", [array, view, file_in_memory, view_of_a_file, pillow])
+@pytest.mark.parametrize("kind", [array, planes, view, file_in_memory, view_of_a_file, pillow])
 @pytest.mark.parametrize("step", ["resize", "_patches"])
 def test_a_frame_that_is_overwritten_while_it_is_read_has_the_name_of_what_was_read(kind, step, monkeypatch):
     """At each step of the way, after the copy."""
