@@ -1,17 +1,24 @@
 """Draws the pictures of the documentation: ``python docs/draw.py`` writes them, ``--check`` fails when one is stale.
 
 The rooms and their order are those of tests/test_house.py, and what each is for is the first sentence of its docstring.
+The scene is the first held-out one of the demo that sees, in the size that its bundle reads.
 """
 
 import ast
+import json
 import sys
+import zlib
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "support"))
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT)]
 
 from floors import FLOORS  # noqa: E402
+
+from edge_dflash.demo.drawing import draw, png  # noqa: E402
+from edge_dflash.demo.seeing import PICTURED  # noqa: E402
+from edge_dflash.demo.tasks import task_from_json  # noqa: E402
 
 INK, GREY, BLUE, GREEN, RED, PAPER = "#1f2933", "#d9dee4", "#9ec5f4", "#9fdcb0", "#f3a6a0", "#ffffff"
 
@@ -107,14 +114,25 @@ def rooms() -> str:
     return picture.svg()
 
 
+def world() -> bytes:
+    """The scene that the README shows."""
+    return png(draw(task_from_json(json.loads(PICTURED.read_text(encoding="utf-8").splitlines()[0])).scene))
+
+
+def content(file: bytes) -> bytes:
+    """What a file shows: of a PNG as the demo writes it the pixels, because libraries compress them differently."""
+    head, idat = file[:33], file[41:-16]
+    return head + zlib.decompress(idat) if file.startswith(b"\x89PNG") else file
+
+
 def main() -> int:
     """Write the pictures, or compare them."""
     stale = []
-    for name, text in (("cycle.svg", cycle()), ("rooms.svg", rooms())):
+    for name, made in (("cycle.svg", cycle().encode()), ("rooms.svg", rooms().encode()), ("world.png", world())):
         path = ROOT / "docs" / "pictures" / name
         if "--check" not in sys.argv:
-            path.write_text(text)
-        elif not path.exists() or path.read_text() != text:
+            path.write_bytes(made)
+        elif not path.exists() or content(path.read_bytes()) != content(made):
             stale.append(name)
     if stale:
         print(f"out of date: {', '.join(stale)}; run python docs/draw.py", file=sys.stderr)

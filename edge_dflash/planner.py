@@ -95,9 +95,9 @@ class Planner(Planning[PlannerSession]):
         if recorder is not None:
             weakref.finalize(self, recorder.close)
         self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)), images, recorder)
-        self._encoder = Encoder(self._model)
         self._letting_go = threading.Lock()
         self._engine = Engine(backend, bundle, checked, observer)
+        self._encoder = Encoder(self._model, self._engine.check_room)
         weakref.finalize(self, self._engine.close, drain=False, timeout=_CLOSE_SECONDS)
         self._end_forms = (lambda: None) if tokenizer is None else hold(self, tokenizer)
 
@@ -295,7 +295,7 @@ class Planner(Planning[PlannerSession]):
 
     def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError when it is of another kind, empty, or cannot be turned into ids."""
-        return self._encoder.prompt(task, Options(thinking=thinking, raw=raw)).ids
+        return Encoder(self._model).prompt(task, Options(thinking=thinking, raw=raw)).ids  # nothing is queued
 
     def session(self, system: str | None = None) -> PlannerSession:
         """A new conversation, with a system prompt if one is given."""

@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Unpack
 
 from edge_dflash.common.rules import Rule, checked
 from edge_dflash.common.rules import path as any_path
-from edge_dflash.decode.options import Options, PlanOptions, Task
+from edge_dflash.decode.options import Options, PlanOptions, Task, as_messages
 from edge_dflash.decode.pictured import Placed
-from edge_dflash.decode.saved import load_session, save_session
+from edge_dflash.decode.saved import SessionState, load_session, save_session
 from edge_dflash.decode.session import Session, SessionManager
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, one_line
 from edge_dflash.result import Plan
 from edge_dflash.runner.engine import Engine
 from edge_dflash.runner.job import Home, Job
-from edge_dflash.runner.looking import Shown, name_of, read_images
+from edge_dflash.runner.looking import Shown, name_of
 from edge_dflash.runner.request import Encoder, Model, Prompt, as_message, as_said, next_turn, prepare
 from edge_dflash.runner.stream import UNWANTED, AsyncPlanStream, PlanStream
 from edge_dflash.text.chat import Answer
+from edge_dflash.text.images import sources_of
 from edge_dflash.text.template import Message
 
 if TYPE_CHECKING:
@@ -141,11 +142,11 @@ class PlannerSession:
         state = load_session(path, engine.manager.bundle)
         session = cls(planner, engine, model, encoder)
         try:
-            note = json.loads(state.note)
-            session._messages, session._tools = list(note["messages"]), str(note["tools"])
-            session._thinking = bool(note["thinking"])
-        except (ValueError, KeyError, TypeError):
-            raise RequestError(f"{path} holds no conversation of a planner; give a file that save() wrote") from None
+            session._messages, session._tools, session._thinking = _conversation(state)
+        except (ValueError, KeyError, TypeError, RecursionError, RequestError) as error:
+            raise RequestError(
+                f"{path} holds no conversation of a planner; give a file that save() wrote ({one_line(error)})"
+            ) from None
         session._state = engine.call(lambda: engine.manager.adopt(state))
         return session
 
@@ -165,13 +166,14 @@ class PlannerSession:
 
     def _prepared(self, known: _Known, task: Task, options: Options, began: float) -> Job:
         """The next turn, whose pictures are decoded and whose form is compiled while the session may be closed."""
-        engine, shown_before = self._engine, {name_of(placed.picture): placed.picture for placed in known.placed}
-        shown = read_images(self._model.images, as_said(self._model, task), shown_before)
-        shown = Shown(shown.messages, {**shown_before, **shown.pictures})
-        tools, gone = json.dumps(options.tools or [], default=dict), UNWANTED.get()
-        prompt = self._prompt(known, task, shown, options, tools)
+        engine, gone = self._engine, UNWANTED.get()
         unwanted = UNWANTED.set(lambda: self._closed or gone())
         try:
+            pictures = {name_of(placed.picture): placed.picture for placed in known.placed}
+            shown = self._encoder.read(as_said(self._model, task), pictures, options)
+            shown = replace(shown, pictures={**pictures, **shown.pictures})
+            tools = json.dumps(options.tools or [], default=dict)
+            prompt = replace(self._prompt(known, task, shown, options, tools), ended=shown.ended)
             request = prepare(self._model, options, prompt, began)
         finally:
             UNWANTED.reset(unwanted)
@@ -254,3 +256,31 @@ class _Turn(Home):
             session._tools, session._thinking = self._tools, thinking
         if session._closed:
             state.close()
+
+
+_DEEPEST = 200  # levels of a note, far below those at which writers and templates give up
+
+
+def _conversation(state: SessionState) -> tuple[list[Message], str, bool]:
+    """Messages, tools, and whether thinking is open, of a saved session's note.
+
+    Raises ValueError, KeyError, TypeError, RecursionError or RequestError for what :meth:`PlannerSession.save` never
+    writes.
+    """
+    note = json.loads(state.note)
+    messages, tools, thinking = note["messages"], note["tools"], note["thinking"]
+    if not isinstance(messages, list) or not isinstance(tools, str) or not isinstance(thinking, bool):
+        raise TypeError("messages, tools or thinking are of another type")
+    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
+        raise TypeError("a message is no object with a role")
+    level: list[object] = [note]
+    for _ in range(_DEEPEST):
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]  # type: ignore[attr-defined]
+        level = [inner for inner in level if isinstance(inner, dict | list)]
+    if level:
+        raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
+    said = as_messages(messages) or [] if messages else []
+    names = {name_of(placed.picture) for placed in state.pictures}
+    if strange := [source for source in sources_of(said) if source not in names]:
+        raise ValueError(f"image {strange[0]!r:.60} of its messages is none of its images")
+    return said, tools, thinking

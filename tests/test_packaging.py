@@ -47,8 +47,14 @@ def test_run_time_needs_no_torch():
 
 def test_a_robot_gets_the_bindings_of_the_driver_and_no_compiler():
     extras = PROJECT["project"]["optional-dependencies"]
-    installed = [*PROJECT["project"]["dependencies"], *extras["cuda"], *extras["serve"], *extras["robot"]]
-    assert extras["robot"][0] == "edge-dflash[cuda,serve]"
+    installed = [
+        *PROJECT["project"]["dependencies"],
+        *extras["cuda"],
+        *extras["serve"],
+        *extras["images"],
+        *extras["robot"],
+    ]
+    assert extras["robot"][0] == "edge-dflash[cuda,serve,images]"
     assert [name for name in installed if name.startswith(("cuda", "nvidia"))] == ["cuda-bindings==13.*"]
     assert extras["compile"] == ["edge-dflash[cuda]", "nvidia-cuda-nvrtc==13.*"]
 

@@ -22,6 +22,8 @@ from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import Attend, KvAppend, Linear, SelectRows, StateOp
 from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program, State
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.pictures.decode import DEFAULT_LIMITS
+from edge_dflash.pictures.gate import in_flight
 from edge_dflash.weights.formats import KV_BYTES, KvFormat, WeightFormat
 from edge_dflash.weights.stacks import program_stacks
 
@@ -65,6 +67,7 @@ class MemoryBytes:
     scratch: int = _label("scratch")  # peak of tensors alive in a prefill chunk, a block or a picture
     tower: int = _label("vision tower")
     seen: int = _label("rows of pictures that are kept, at most")
+    pictures: int = _label("pictures that are being read, at most")  # of the host
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,7 @@ def memory_bytes(
         scratch=max(slots * scratch_bytes(program, rows) for program, rows, slots in passes),
         tower=sum(tower.values()),
         seen=SEEN_BYTES if tower else 0,
+        pictures=in_flight(DEFAULT_LIMITS.pixels) if tower else 0,
     )
 
 

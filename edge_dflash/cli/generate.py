@@ -14,6 +14,7 @@ from typing import Annotated, Any, cast, get_type_hints
 import typer
 
 from edge_dflash.board.state import read_board_state
+from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.cli.output import Json, emit_json, say, show, stages
 from edge_dflash.cli.plans import (
     WARM_UP_TOKENS,
@@ -32,6 +33,7 @@ from edge_dflash.common.files import LARGE, is_file, read_bytes
 from edge_dflash.decode.grammar.schema_check import schema_text
 from edge_dflash.decode.options import Options, PlanOptions
 from edge_dflash.errors import RequestError
+from edge_dflash.pictures.decode import opened
 from edge_dflash.planner import Planner, Task
 from edge_dflash.result import Plan
 from edge_dflash.runner.planning import MOST_CANDIDATES
@@ -105,12 +107,11 @@ def generate(
         _refuse_beside_compare(plain, candidates)
     options = _options(flags, speculative=not plain)
     task = with_images(read_task(prompt, prompt_file, ids, raw=flags["raw"]), image or [], raw=flags["raw"])
-    Options.of(options)  # what is wrong with them is said before a bundle is loaded
+    Options.of(options)  # what is wrong with a request is said before a bundle is loaded
+    _check_bundle(bundle, task, image or [])
     with stages("opening the bundle") as report:
         planner = Planner.open(bundle, drafts=drafts, progress=report)
     with planner:
-        if flags["raw"] and planner.tokenizer is None and isinstance(task, str):
-            raise RequestError(f"{bundle} has no tokenizer, --raw text cannot be read; give --ids")
         if compare:
             with stages("warming up"):
                 short: PlanOptions = {**options, "max_new_tokens": WARM_UP_TOKENS}
@@ -119,6 +120,20 @@ def generate(
         with stages("the same without the drafter") if compare else nullcontext():
             other = timed(planner, task, {**options, "speculative": False}) if compare else None
     _report(plan, joules, other, json)
+
+
+def _check_bundle(bundle: Path, task: Task, images: Sequence[Path]) -> None:
+    """Refuse by its manifest what a bundle cannot be asked, and images that are none."""
+    manifest = read_manifest(bundle)
+    if not manifest.tokenizer and not isinstance(task, tuple):
+        raise RequestError(f"{bundle} has no tokenizer, a text cannot be read; give --ids")
+    if images and manifest.pair.target.vision is None:
+        raise RequestError(
+            f"--image is given, and the target of {bundle} has no vision tower; leave it out, or build a bundle from a "
+            "checkpoint that has one"
+        )
+    for path in images:
+        opened(path)
 
 
 def _refuse_beside_compare(plain: bool, candidates: int) -> None:

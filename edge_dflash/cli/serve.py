@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from edge_dflash.cli.output import stages
+from edge_dflash.common.allocator import return_large_blocks
 from edge_dflash.errors import ServiceError
 
 
@@ -60,6 +61,7 @@ def serve(
     chosen = replace(chosen, service=given)
     log_to(2)
     showing = stages if sys.stderr.isatty() else logged
+    return_large_blocks()
     run(
         chosen,
         SystemdNotifier(os.environ.get("NOTIFY_SOCKET")),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -33,6 +34,8 @@ SAME: Mapping[str, str] = {
 }
 """Names of other APIs for settings of ours that mean the same."""
 
+_TEXTLESS = (bytes, bytearray, memoryview, array, range)  # sequences that hold no text
+
 
 def lone_surrogate(value: Any, where: str) -> str | None:
     """Where a text inside ``value`` holds a lone surrogate, as a path that begins with ``where``; None: nowhere.
@@ -46,9 +49,7 @@ def lone_surrogate(value: Any, where: str) -> str | None:
         if isinstance(value, str):
             if not _is_text(value):
                 return where
-        elif (
-            isinstance(value, Mapping | Sequence) and not isinstance(value, bytes | bytearray) and id(value) not in seen
-        ):
+        elif isinstance(value, Mapping | Sequence) and not isinstance(value, _TEXTLESS) and id(value) not in seen:
             seen.add(id(value))
             if isinstance(value, Mapping):
                 if any(isinstance(key, str) and not _is_text(key) for key in value):

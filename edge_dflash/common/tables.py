@@ -72,7 +72,7 @@ def _decode(kind: Any, value: object, where: str) -> object:
 def _decode_scalar(kind: Any, value: object, where: str) -> object:
     """Scalars keep their type: true is no int, 1.0 is no int, but 1 is a float that was written shortly."""
     if kind is float and type(value) in (int, float):
-        number = float(cast(float, value))
+        number = float(cast(float, value)) if abs(cast(float, value)) < 2**1023 else math.inf
         if math.isfinite(number):
             return number
     elif kind in (bool, int, str) and type(value) is kind:

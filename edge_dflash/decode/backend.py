@@ -7,7 +7,7 @@ rows past the committed length, and ``commit(k)`` makes the first k of them real
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from edge_dflash.decode.pictured import Picture, Seen, Sight
 from edge_dflash.decode.sampling import GREEDY, Packed, Sampling
 from edge_dflash.errors import BackendError
-from edge_dflash.model.specs import PairSpec
+from edge_dflash.model.specs import PairSpec, PatchSpec
 from edge_dflash.weights.formats import KvFormat
 
 MOST_LANES = 8
@@ -35,6 +35,7 @@ class PairShape:
     lanes: int = 1  # sequences whose state is held at once; each has a lane, counted from 0
     varying: bool = False  # whether a verify's tokens say what it reads, and so what rows cost: a target with experts
     image_token_id: int | None = None  # placeholder of an image's rows in a prompt; None: the target has no tower
+    patches: PatchSpec | None = None  # how images become what its tower reads
 
     @classmethod
     def of(cls, pair: PairSpec, max_context: int, prefill_chunk: int, lanes: int = 1) -> PairShape:
@@ -43,8 +44,10 @@ class PairShape:
             raise BackendError(f"lanes is {lanes}; give 1 to {MOST_LANES} sequences at once")
         vocabulary, block = pair.target.vocab_size, pair.block_size
         sizes = (vocabulary, block, pair.mask_token_id, max_context, prefill_chunk, pair.drafts)
-        image = pair.target.vision.image_token_id if pair.target.vision else None
-        return cls(*sizes, lanes, varying=pair.target.experts is not None, image_token_id=image)
+        made = cls(*sizes, lanes, varying=pair.target.experts is not None)
+        if (vision := pair.target.vision) is None:
+            return made
+        return replace(made, image_token_id=vision.image_token_id, patches=vision.patches)
 
     @classmethod
     def told(cls, card: Mapping[str, int]) -> PairShape:

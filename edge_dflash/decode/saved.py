@@ -5,7 +5,7 @@ holds format, version, the bundle's fingerprint, the session's note if it has on
 which its own place holds zeros. It finds damage; it is no signature. Nothing is unpickled. Whether the arrays fit a
 backend is found when they are restored. A session with pictures is of version 2: it has the patches of each different
 picture, from which its state can be computed again, and in ``__metadata__`` where they stand; any other is of version
-1.
+1. What a picture is called is computed from its patches, and never believed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +28,7 @@ import numpy as np
 from edge_dflash.common.tables import decode, encode
 from edge_dflash.decode.backend import Snapshot
 from edge_dflash.decode.pictured import Picture, Pictured, Placed
-from edge_dflash.errors import BundleError, CheckpointError, RequestError, StorageError
+from edge_dflash.errors import BundleError, CheckpointError, RequestError, StorageError, short
 from edge_dflash.model.specs import PatchSpec
 from edge_dflash.pictures.picture import PatchedPicture
 from edge_dflash.weights.formats import Array
@@ -100,7 +101,9 @@ class _Shown:
             if min(rows, columns, spec.merge) < 1 or rows % spec.merge or columns % spec.merge:
                 raise ValueError(f"a grid of {rows} x {columns} patches does not consist of blocks of {spec.merge}")
             patches.flags.writeable = False
-            found.append(PatchedPicture(patches, grid, bytes.fromhex(digest), spec))
+            found.append(picture := PatchedPicture(patches, grid, spec))
+            if picture.digest.hex() != digest:
+                raise ValueError(f"digest {short(digest)} is not that of its patches, {picture.digest.hex()}")
         if {*self.of} != {*range(len(found))}:
             raise ValueError(f"pictures {sorted({*self.of})} of {len(found)} stand in it")
         return tuple(Placed(at, found[of]) for at, of in zip(self.at, self.of, strict=True))
@@ -163,8 +166,11 @@ def load_session(path: Path | str, fingerprint: str) -> SessionState:
         raise RequestError(f"no session file, or damaged: {reason}{_REMEDY}") from None
     except OSError as error:
         raise _unread(path, error) from None
-    _check(path, header, fingerprint, arrays, sorted(arrays, key=lambda name: tensors.entry(name).offset))
-    metadata = json.loads(header[8:])["__metadata__"]
+    except ValueError as error:  # a path that no system has, a shape of no elements that no array has
+        raise RequestError(f"no session file, or damaged: {short(str(path))} ({error}){_REMEDY}") from None
+    metadata = _metadata(header)
+    order = sorted(arrays, key=lambda name: tensors.entry(name).offset)
+    _check(path, metadata, header, fingerprint, arrays, order)
     tokens, pictures = tuple(arrays.pop(_TOKENS).tolist()), _pictures(path, metadata, arrays)
     states = {name.removeprefix(_STATE): array for name, array in arrays.items() if name.startswith(_STATE)}
     delta = Pictured(tokens, pictures).delta(len(tokens))
@@ -180,7 +186,7 @@ def _pictures(path: Path, metadata: Mapping[str, str], arrays: Mapping[str, Arra
     try:
         shown = decode(_Shown, json.loads(metadata["pictures"]), "pictures")
         return shown.placed([levels.pop(f"{_PICTURE}{index}") for index in range(len(levels))])
-    except (KeyError, ValueError, BundleError) as error:
+    except (KeyError, ValueError, RecursionError, BundleError) as error:
         raise RequestError(f"{path}: its pictures are not as a session's: {error}{_REMEDY}") from None
 
 
@@ -216,24 +222,41 @@ def _array(file: BufferedReader, entry: Entry) -> Array:
     return array
 
 
-def _check(path: Path, header: bytes, fingerprint: str, arrays: Mapping[str, Array], order: list[str]) -> None:
+def _metadata(header: bytes) -> Mapping[str, str]:
+    """The ``__metadata__`` of a file's header; empty for what is no texts by name."""
+    try:
+        found = json.loads(header[8:])["__metadata__"]
+        return found if all(isinstance(value, str) for value in found.values()) else {}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _check(
+    path: Path,
+    found: Mapping[str, str],
+    header: bytes,
+    fingerprint: str,
+    arrays: Mapping[str, Array],
+    order: Sequence[str],
+) -> None:
     """Refuse what was not written by :func:`save_session` for this bundle. ``order`` is that of the data."""
-    metadata = json.loads(header[8:]).get("__metadata__")
-    found = metadata if isinstance(metadata, dict) else {}
-    if found.get("format") != FORMAT:
-        raise RequestError(f"{path}: format is {found.get('format')!r}, wanted {FORMAT!r}; give the file of a session")
-    if (version := str(found.get("version"))) not in VERSIONS:
-        remedy = "update edge-dflash" if version.isdecimal() and int(version) > 0 else "start a new session"
-        raise RequestError(f"{path}: version is {version!r}, this edge-dflash reads {', '.join(VERSIONS)}; {remedy}")
-    checksum = str(found.get("sha256"))
-    digest = hashlib.sha256(header.replace(checksum.encode(), _NO_CHECKSUM.encode(), 1) if len(checksum) == 64 else b"")
+    if (form := found.get("format")) != FORMAT:
+        raise RequestError(f"{path}: format is {short(form)}, wanted {FORMAT!r}; give the file of a session")
+    if (version := found.get("version", "")) not in VERSIONS:
+        newer = re.fullmatch("[0-9]{1,9}", version) and int(version) > 0
+        remedy = "update edge-dflash" if newer else "start a new session"
+        reads = ", ".join(VERSIONS)
+        raise RequestError(f"{path}: version is {short(version)}, this edge-dflash reads {reads}; {remedy}")
+    checksum = found.get("sha256", "")
+    whole = re.fullmatch("[0-9a-f]{64}", checksum)
+    digest = hashlib.sha256(header.replace(checksum.encode(), _NO_CHECKSUM.encode(), 1) if whole else b"")
     for name in order:
         digest.update(arrays[name].reshape(-1).view(np.uint8).data)
     if (content := digest.hexdigest()) != checksum:
         raise RequestError(f"{path}: sha256 is {checksum[:16]}..., the content has {content[:16]}...{_REMEDY}")
     if found.get("fingerprint") != fingerprint:
         raise BundleError(
-            f"{path}: fingerprint is {found.get('fingerprint')!r}, this bundle's is {fingerprint!r}; "
+            f"{path}: fingerprint is {short(found.get('fingerprint'))}, this bundle's is {fingerprint!r}; "
             "open the bundle that the session was made with, or start a new session"
         )
     odd = [name for name in arrays if name != _TOKENS and not name.startswith((_STATE, _PICTURE))]

@@ -17,6 +17,7 @@ S4 the arrays of a snapshot are never written: forks, sessions and the prefix st
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import fields
 from typing import TypeVar
 
 from edge_dflash.decode.backend import Backend, Snapshot
@@ -26,7 +27,7 @@ from edge_dflash.decode.pictured import Pictured, Placed, check_pictures
 from edge_dflash.decode.saved import SessionState
 from edge_dflash.decode.sights import Gaze, SeenStore
 from edge_dflash.decode.store import PrefixStore, Reuse
-from edge_dflash.errors import BackendError, BundleError, ContextError, RequestError
+from edge_dflash.errors import BackendError, BundleError, ContextError, DeviceLostError, RequestError, short
 
 
 class Session:
@@ -43,6 +44,7 @@ class Session:
         self.cuts: tuple[int, ...] = ()  # lengths of its prompt at which a chunk has to end
         self.heirs: Sequence[Session] = ()  # who answer its prompt in its place, from the last token on
         self.closed = False
+        self.loaded = False  # its state came from a file, and nobody knows whether it is that of its tokens
         self.resting = True  # no pass of it comes soon: its lane is the first to be given away
         self._manager = manager
         self._tokens, self.pictures = list(tokens), pictures  # pictures: needed to compute the state again
@@ -78,7 +80,9 @@ class Session:
         Yields between two chunks of what has to be computed; nothing may come in between.
         """
         state = yield from self.state()
-        return Session(self._manager, state.tokens, state.snapshot, state.pictures)
+        other = Session(self._manager, state.tokens, state.snapshot, state.pictures)
+        other.loaded = self.loaded
+        return other
 
     def state(self) -> Generator[None, None, SessionState]:
         """All of the session, to be saved. What was lost of its state is computed, as in :meth:`fork`."""
@@ -159,8 +163,9 @@ class Session:
         self._manager.failed(error)
 
     def _kept(self, request: Request) -> tuple[int, ...]:
-        """Lengths of the prompt whose state goes to the prefix store."""
-        return request.keep if self._manager.store.budget else ()
+        """Lengths of the prompt whose state goes to the prefix store: never one that goes on from a file's."""
+        foreign = self.loaded and self.reuse.source == "session"
+        return request.keep if self._manager.store.budget and not foreign else ()
 
     def _settle(self) -> None:
         """The state is that of the tokens; what was parked moved on."""
@@ -183,6 +188,7 @@ class SessionManager:
         self.bundle = bundle
         self.store = store or PrefixStore(0)
         self.seen = SeenStore()
+        self._foreign: BackendError | None = None  # what the backend said of a file's state
         self.lanes = Lanes(backend, lambda lane: backend.snapshot(lane).frozen())
 
     def open(self) -> Session:
@@ -192,9 +198,9 @@ class SessionManager:
     def adopt(self, state: SessionState) -> Session:
         """A session that goes on from ``state``.
 
-        Raises BundleError when it belongs to another bundle, RequestError for an id outside the vocabulary and pictures
-        that do not stand on their placeholders, ContextError when it is longer than the context. The arrays of its
-        snapshot become read-only.
+        Raises BundleError when it belongs to another bundle or its pictures were cut for another, RequestError for an
+        id outside the vocabulary and pictures that do not stand on their placeholders, ContextError when it is longer
+        than the context. The arrays of its snapshot become read-only.
         """
         if state.fingerprint != self.bundle:
             raise BundleError(
@@ -210,9 +216,22 @@ class SessionManager:
                 f"the session has {len(state.tokens)} tokens, the context holds {shape.max_context}; "
                 "build the bundle with a longer context"
             )
+        self._check_patches(state)
         check_pictures(Pictured(state.tokens, state.pictures), shape.image_token_id)
-        snapshot = state.snapshot.frozen() if state.snapshot is not None else None
-        return Session(self, state.tokens, snapshot, state.pictures)
+        session = Session(self, state.tokens, state.snapshot.frozen() if state.snapshot else None, state.pictures)
+        session.loaded = True
+        return session
+
+    def _check_patches(self, state: SessionState) -> None:
+        """Raise BundleError for pictures that were cut otherwise than this bundle cuts them."""
+        ours = self.backend.shape.patches
+        for number, placed in enumerate(state.pictures, 1):
+            if ours is not None and (theirs := placed.picture.spec) != ours:
+                name = next(one.name for one in fields(ours) if getattr(ours, one.name) != getattr(theirs, one.name))
+                raise BundleError(
+                    f"image {number} of the session has {name} {short(getattr(theirs, name))}, those of this bundle "
+                    f"{getattr(ours, name)}; open the bundle that the session was made with, or start a new session"
+                )
 
     def vacate(self) -> None:
         """Park the sessions that are in lanes, so that the backend may be used otherwise for a while."""
@@ -249,9 +268,11 @@ class SessionManager:
         if snapshot is not None:
             try:
                 self.backend.restore(snapshot, lane)
-            except BackendError:
+            except BackendError as error:
                 if session.snapshot is snapshot:
                     session.snapshot = None  # the next request computes it
+                if session.loaded and not isinstance(error, DeviceLostError):
+                    self._foreign = error
                 raise
         else:
             self.backend.reset(lane)
@@ -282,8 +303,12 @@ class SessionManager:
         session.snapshot = None
 
     def failed(self, error: BaseException) -> None:
-        """Give up the states in the lanes, unless no pass of a lane can have been cut short: the tower's is of none."""
-        if not (isinstance(error, RequestError) or self.seen.failed()):
+        """Give up the states in the lanes, unless no pass of a lane can have been cut short.
+
+        The tower's pass is of none, and nor is a file's state that the backend refuses.
+        """
+        foreign, self._foreign = self._foreign, None
+        if not (isinstance(error, RequestError) or self.seen.failed() or error is foreign):
             self.lanes.lose()
 
 

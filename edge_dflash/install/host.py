@@ -31,6 +31,7 @@ FILES = {  # of deploy/, by where they go; replaced by every install
 }
 CONFIG = Path("etc/edge-dflash/config.toml")
 TCP = _UNITS / f"{UNIT}.d" / "tcp.conf"
+SERVICE = _UNITS / UNIT
 ENABLED = _UNITS / "multi-user.target.wants" / UNIT  # as systemctl enable links it
 ACTIVATED = _UNITS / "sockets.target.wants" / SOCKET
 

@@ -16,9 +16,11 @@ from pathlib import Path
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.common.files import directory
 from edge_dflash.common.rules import refuse_nul
-from edge_dflash.errors import EdgeDflashError
+from edge_dflash.errors import ConfigError, EdgeDflashError
 from edge_dflash.install import releases
-from edge_dflash.install.host import ACTIVATED, CONFIG, ENABLED, FILES, TCP, Host, InstallPaths, host_of
+from edge_dflash.install.host import ACTIVATED, CONFIG, ENABLED, FILES, SERVICE, TCP, Host, InstallPaths, host_of
+from edge_dflash.install.memory import bounded
+from edge_dflash.serve.config import ServeConfig, load_config
 
 KEEP = 2  # releases: the one that is served and the one before
 LOG = "journalctl -b -u edge-dflash tells why"
@@ -73,7 +75,7 @@ def install(
         before = releases.current(layout)
         name, repaired = releases.add(layout, bundle, program)
         late = _begin(layout, host)
-        written = [*repaired, *_write_units(root, options)]
+        written = [*repaired, *_write_units(layout, name, options)]
         if name != before:
             releases.record(layout, name)
             releases.switch(layout, name)
@@ -117,12 +119,13 @@ def rollback(root: Path, *, start: bool = True, host: Host | None = None) -> Out
         releases.check(layout, name)
         _begin(layout, host)
         releases.switch(layout, name)
+        written = _bound_memory(layout, name, host)
         started = start and host.start(activated=(root / ACTIVATED).is_symlink(), restart=True)
         if start and not started and host.live:
             raise EdgeDflashError(f"{name} is current now and did not become ready; {LOG}")
         if started:
             layout.unserved.unlink(missing_ok=True)
-        return _outcome(layout, [], [], started)
+        return _outcome(layout, written, [], started)
 
 
 def remove(root: Path, *, purge: bool = False, host: Host | None = None) -> Outcome:
@@ -172,10 +175,11 @@ def _check_root(host: Host) -> None:
         raise EdgeDflashError("this changes the system; run it with sudo, or give --root DIRECTORY to try it")
 
 
-def _write_units(root: Path, options: InstallOptions) -> list[str]:
-    """Bring files and links to what the options say; paths of those that changed."""
-    deploy, changed = directory("deploy"), []
-    wanted = {path: (deploy / name).read_bytes() for path, name in FILES.items()}
+def _write_units(layout: InstallPaths, name: str, options: InstallOptions) -> list[str]:
+    """Bring files and links to what the options say and a release needs; paths of those that changed."""
+    root, deploy, changed = layout.root, directory("deploy"), list[str]()
+    wanted = {path: (deploy / file).read_bytes() for path, file in FILES.items()}
+    wanted[SERVICE] = _bounded(layout, name, wanted[SERVICE])
     if not (root / CONFIG).exists():
         wanted[CONFIG] = (deploy / "config.toml").read_bytes()
     if options.tcp or (options.tcp is None and (root / TCP).exists()):
@@ -200,6 +204,23 @@ def _write_units(root: Path, options: InstallOptions) -> list[str]:
             link.unlink()
             changed.append(str(root / path))
     return changed
+
+
+def _bound_memory(layout: InstallPaths, name: str, host: Host) -> list[str]:
+    """Bound the service's memory by what a release takes; the path of the unit if it changed."""
+    path = layout.root / SERVICE
+    written = path.is_file() and _write(path, _bounded(layout, name, path.read_bytes()))
+    if written:
+        host.reload()
+    return [str(path)] if written else []
+
+
+def _bounded(layout: InstallPaths, name: str, unit: bytes) -> bytes:
+    try:
+        config = load_config(layout.root / CONFIG)
+    except ConfigError:  # not there yet, or the service says so when it starts
+        config = ServeConfig()
+    return bounded(unit.decode(), read_manifest(layout.releases / name / "bundle"), config).encode()
 
 
 def _write(path: Path, content: bytes) -> bool:
@@ -231,6 +252,7 @@ def _take_back(layout: InstallPaths, host: Host, name: str, before: str | None) 
     if before is None or before == name:
         raise EdgeDflashError(f"{name} is installed and did not become ready; {LOG}")
     releases.switch(layout, before)
+    _bound_memory(layout, before, host)
     again = host.start(activated=(layout.root / ACTIVATED).is_symlink(), restart=True)
     if again:
         layout.unserved.unlink(missing_ok=True)

@@ -1,8 +1,9 @@
-"""What callers hand over as an image -> RGB pixels, bounded in bytes, pixels and so in time.
+"""What callers hand over as an image -> RGB pixels of our own, bounded in bytes, pixels, memory and time.
 
 Files are PNG or JPEG, read by Pillow. Orientation by EXIF is applied, then transparency is dropped and greys and
 palettes become RGB, as transformers' image loading does; 16 bits a channel keep their upper 8. Of an animated file the
-first frame counts.
+first frame counts. A caller may write to its memory or its file meanwhile: each is copied once, and only the copy is
+read.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import base64
 import binascii
 import os
 import stat
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,15 +25,20 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.errors import ImageError
-from edge_dflash.pictures.parts import check_parts
+from edge_dflash.pictures.gate import PIXEL_BYTES, TEXT_BYTES
+from edge_dflash.pictures.parts import parts_of
 
 Pixels = npt.NDArray[np.uint8]
 
 FORMATS = ("PNG", "JPEG")
+INSTALL = "install it with: pip install 'edge-dflash[images]'"
 _ACCEPTED = (
-    "a path, bytes of a PNG or JPEG file, a data URL, an array (height, width, 3) of uint8, or an image of Pillow"
+    "a path, bytes of a PNG or JPEG file, a data URL, an array or memoryview (height, width, 3) of uint8, or an image "
+    "of Pillow"
 )
 _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8": "image/jpeg"}
+_BAND = 1 << 18  # pixels that are converted at a time
+_LOADING = threading.Lock()
 _ADDRESSES = ("http://", "https://", "ftp://", "file://")
 
 
@@ -64,28 +73,47 @@ class PixelBudget:
                 )
 
 
-def decode(source: object, limits: ImageLimits = DEFAULT_LIMITS, left: PixelBudget | None = None) -> Pixels:
-    """RGB pixels (height, width, 3) of what a caller calls an image; ``left``: what others of the request left.
+@dataclass(frozen=True)
+class Opened:
+    """An image of which the size is known, and nothing is decoded."""
 
-    Raises ImageError for what is no image, or too large.
-    """
-    left = left or PixelBudget(limits)
+    height: int
+    width: int
+    pixels: Callable[[], Pixels]  # decodes it, into memory that nobody else has; raises ImageError
+    texts: int = 0  # that the decoder unpacks beside the pixels
+
+    def nbytes(self, height: int = 0, width: int = 0) -> int:
+        """Most memory that it takes until it is ``height`` x ``width`` pixels large."""
+        return PIXEL_BYTES * max(self.height * self.width, height * width) + TEXT_BYTES * self.texts
+
+
+def opened(source: object, limits: ImageLimits = DEFAULT_LIMITS) -> Opened:
+    """What a caller calls an image; files are read here, once. Raises ImageError for what is visibly none."""
     match source:
         case np.ndarray():
-            return _checked_array(source, left)
+            return _opened_array(source)
         case str() if source.startswith("data:"):
-            return _decode_file(from_data_url(source, limits), limits, left)
+            return _opened_file(from_data_url(source, limits), limits)
         case str() if source.lower().startswith(_ADDRESSES):
             shown = source[:60]
             raise ImageError(f"image {shown!r} is an address; nothing is fetched: give {_ACCEPTED}")
         case str() | Path():
-            return _decode_file(_read(Path(source), limits), limits, left)
+            return _opened_file(_read(Path(source), limits), limits)
+        case memoryview() if (pixels := _pixels_of(source)) is not None:
+            return _opened_array(pixels)
         case bytes() | bytearray() | memoryview():
-            return _decode_file(bytes(source), limits, left)
-        case _ if hasattr(source, "convert") and hasattr(source, "getexif"):
-            return _pixels(source, left)
+            return _opened_file(_copied(source, limits), limits)
+        case _ if (pillow := sys.modules.get("PIL.Image")) is not None and isinstance(source, pillow.Image):
+            return Opened(source.height, source.width, lambda: _pixels(source))
         case _:
             raise ImageError(f"an image is a {type(source).__name__}; give {_ACCEPTED}")
+
+
+def decode(source: object, limits: ImageLimits = DEFAULT_LIMITS) -> Pixels:
+    """RGB pixels (height, width, 3) of an image. Raises ImageError for what is none, or too large."""
+    image = opened(source, limits)
+    PixelBudget(limits).take(image.height, image.width)
+    return image.pixels()
 
 
 def from_data_url(url: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
@@ -108,8 +136,8 @@ def data_url(source: object, limits: ImageLimits = DEFAULT_LIMITS) -> str:
         return source
     if isinstance(source, str | Path) and not str(source).lower().startswith(_ADDRESSES):
         data = _read(Path(source), limits)
-    elif isinstance(source, bytes | bytearray | memoryview):
-        data = bytes(source)
+    elif isinstance(source, bytes | bytearray) or (isinstance(source, memoryview) and _pixels_of(source) is None):
+        data = _copied(source, limits)
     else:
         data = _encoded(decode(source, limits))
     kind = next((kind for sign, kind in _SIGNATURES.items() if data.startswith(sign)), None)
@@ -131,8 +159,13 @@ def _encoded(pixels: Pixels) -> bytes:
     return file.getvalue()
 
 
+def reads_files() -> bool:
+    """Whether image files can be read here: arrays always can."""
+    return find_spec("PIL") is not None
+
+
 def _no_pillow() -> ImageError:
-    return ImageError("image files need Pillow; install it with: pip install 'edge-dflash[images]'")
+    return ImageError(f"image files need Pillow; {INSTALL}")
 
 
 def _unknown(size: int) -> ImageError:
@@ -164,38 +197,67 @@ def _read(path: Path, limits: ImageLimits) -> bytes:
     return found
 
 
-def _decode_file(data: bytes, limits: ImageLimits, left: PixelBudget) -> Pixels:
-    """Pixels of a file's bytes."""
+def _copied(source: bytes | bytearray | memoryview, limits: ImageLimits) -> bytes:
+    """The bytes of a file in a caller's memory."""
+    with memoryview(source) as view:
+        if view.nbytes > limits.file_bytes:
+            raise _too_long(view.nbytes, limits)
+        return bytes(view)
+
+
+def _pixels_of(view: memoryview) -> npt.NDArray[Any] | None:
+    """The array that a view of three axes is; None: the bytes of a file. Raises ImageError for one that is closed."""
+    try:
+        return np.asarray(view) if view.ndim == 3 else None
+    except ValueError as error:  # released, or of a format that NumPy lacks
+        raise ImageError(f"an image is a memoryview that cannot be read ({error}); give {_ACCEPTED}") from None
+
+
+def _opened_file(data: bytes, limits: ImageLimits) -> Opened:
+    """An image by the bytes of its file."""
     if len(data) > limits.file_bytes:
         raise _too_long(len(data), limits)
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
     except ModuleNotFoundError:
         raise _no_pillow() from None
-    check_parts(data)
-    try:
-        image = Image.open(BytesIO(data), formats=FORMATS)
-    except UnidentifiedImageError:
-        raise _unknown(len(data)) from None
-    except Exception as error:  # a decoder's errors have many types
-        raise _damaged(error) from None
-    return _pixels(image, left)
+    if not data.startswith(tuple(_SIGNATURES)):
+        raise _unknown(len(data))
+    parts = parts_of(data)
+
+    def pixels() -> Pixels:
+        try:
+            image = Image.open(BytesIO(data), formats=FORMATS)
+        except Exception as error:  # a decoder's errors have many types
+            raise _damaged(error) from None
+        if image.size != (parts.width, parts.height):
+            raise _damaged(ValueError(f"it says to have {parts.height} x {parts.width} pixels, and others elsewhere"))
+        return _pixels(image)
+
+    return Opened(parts.height, parts.width, pixels, parts.texts)
 
 
-def _pixels(image: Any, left: PixelBudget) -> Pixels:
-    """Pixels of an opened image, of which so far its size is known."""
-    left.take(image.height, image.width)
+def _pixels(image: Any) -> Pixels:
+    """Pixels of an image of Pillow, in bands: whole pictures of other forms are not made on the way."""
     try:
         from PIL import ImageOps
 
-        image.load()
+        with _LOADING:  # a caller's image may be given to two requests
+            image.load()
         image = ImageOps.exif_transpose(image)
-        if image.mode.startswith("I"):  # 16 bits
-            wide = np.asarray(image).astype(np.int64).clip(0, 65535) >> 8
-            return np.repeat(wide.astype(np.uint8)[:, :, None], 3, axis=2)
-        return np.array(image.convert("RGB"))
+        found = np.empty((image.height, image.width, 3), np.uint8)
+        rows = max(1, _BAND // image.width)
+        for top in range(0, image.height, rows):
+            found[top : top + rows] = _rgb(image.crop((0, top, image.width, min(top + rows, image.height))))
+        return found
     except Exception as error:
         raise _damaged(error) from None
+
+
+def _rgb(image: Any) -> npt.NDArray[Any]:
+    if not image.mode.startswith("I"):
+        return np.asarray(image.convert("RGB"))
+    return (np.asarray(image).astype(np.int64).clip(0, 65535) >> 8)[:, :, None]  # 16 bits
 
 
 def _damaged(error: Exception) -> ImageError:
@@ -203,10 +265,17 @@ def _damaged(error: Exception) -> ImageError:
     return ImageError(f"an image cannot be decoded ({reason}); it is damaged, or of a form that is not read")
 
 
-def _checked_array(array: npt.NDArray[Any], left: PixelBudget) -> Pixels:
+def _opened_array(array: npt.NDArray[Any]) -> Opened:
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
         raise ImageError(
             f"an image is an array {array.shape} of {array.dtype}; give (height, width, 3) of uint8, red first"
         )
-    left.take(array.shape[0], array.shape[1])
-    return np.ascontiguousarray(array)
+    shape = array.shape
+
+    def pixels() -> Pixels:
+        copy = np.array(array, np.uint8, order="C")
+        if copy.shape != shape:
+            raise ImageError(f"an image was an array {shape} and is {copy.shape} now; leave it as it is meanwhile")
+        return copy
+
+    return Opened(shape[0], shape[1], pixels)

@@ -16,10 +16,12 @@ from edge_dflash.errors import ImageError
 from edge_dflash.model.specs import PatchSpec
 
 Planes = npt.NDArray[np.uint8]
+Planes32 = npt.NDArray[np.int32]
 _LONGEST = 200  # times the shorter side
 _SUPPORT = 2.0  # of the cubic filter
 _BITS = 15  # of a weight
 _PART = 1 << 17  # values that are summed at a time: half a megabyte
+_WIDE = 1 << 21  # values that are widened at a time: 8 megabytes
 _RUN = 16  # rows that follow each other, mean, from which on they are read where they lie
 
 
@@ -47,12 +49,20 @@ def resize(planes: Planes, size: tuple[int, int]) -> Planes:
 
 
 def _resize_rows(planes: Planes, rows: int) -> Planes:
-    """Levels [channels, ``rows``, columns]: tap by tap over large parts, during which other threads run."""
-    first, weights, precision = _weights(planes.shape[1], rows)
+    """Levels [channels, ``rows``, columns], some columns at a time: sums are four times as wide as levels."""
+    found = _weights(planes.shape[1], rows)
+    out = np.empty((planes.shape[0], rows, planes.shape[2]), np.uint8)
+    columns = max(1, _WIDE // (planes.shape[0] * (planes.shape[1] + found[1].shape[1])))
+    for left in range(0, planes.shape[2], columns):
+        _sum_rows(planes[:, :, left : left + columns], out[:, :, left : left + columns], *found)
+    return out
+
+
+def _sum_rows(planes: Planes, out: Planes, first: npt.NDArray[np.int64], weights: Planes32, precision: int) -> None:
+    """Tap by tap over large parts, during which other threads run."""
     taps = weights.shape[1]
     levels = np.zeros((planes.shape[0], planes.shape[1] + taps, planes.shape[2]), np.int32)  # what is behind weighs 0
     levels[:, : planes.shape[1]] = planes
-    out = np.empty((planes.shape[0], rows, planes.shape[2]), np.uint8)
     for begin, end in _parts(first, max(1, _PART // max(1, out[:, 0].size))):
         shape, runs = (len(out), end - begin, out.shape[2]), first[end - 1] - first[begin] == end - 1 - begin
         total, part = np.full(shape, 1 << (precision - 1), np.int32), np.empty(shape, np.int32)
@@ -63,7 +73,6 @@ def _resize_rows(planes: Planes, rows: int) -> Planes:
             total += part
         total >>= precision
         out[:, begin:end] = np.clip(total, 0, 255, out=total)
-    return out
 
 
 def _parts(first: npt.NDArray[np.int64], most: int) -> list[tuple[int, int]]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, TypeAlias
 
+from edge_dflash.decode.controls import Interrupted
 from edge_dflash.decode.pictured import Picture, Placed
 from edge_dflash.errors import ImageError, RequestError
 from edge_dflash.model.specs import VisionSpec
 from edge_dflash.pictures.decode import DEFAULT_LIMITS, ImageLimits
+from edge_dflash.pictures.gate import Gate, in_flight
 from edge_dflash.pictures.picture import pictures_of
-from edge_dflash.text.images import marked, renamed, sources_of, unmarked
+from edge_dflash.text.images import marked, renamed, sources_of, unmarked, without
 from edge_dflash.text.template import Message
 from edge_dflash.text.tokenizer import Tokenizer
 
+Ended: TypeAlias = Literal["deadline", "cancelled"]
 _NAME = "picture:"  # and a digest: an image of a conversation that goes on
 MOST_IMAGES = 16
 
@@ -26,6 +31,11 @@ class ImageReader:
     limits: ImageLimits = DEFAULT_LIMITS
     most: int = MOST_IMAGES
 
+    @cached_property
+    def gate(self) -> Gate:
+        """The bound on the memory of images that are being read, of all requests together."""
+        return Gate(in_flight(self.limits.pixels))
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -33,6 +43,7 @@ class Shown:
 
     messages: list[Message]
     pictures: Mapping[str, Picture] = field(default_factory=dict)
+    ended: Ended | None = None  # why the request ended while they were read: its messages have none of them then
 
 
 def name_of(picture: Picture) -> str:
@@ -40,8 +51,15 @@ def name_of(picture: Picture) -> str:
     return _NAME + picture.digest.hex()
 
 
-def read_images(reader: ImageReader | None, messages: list[Message], known: Mapping[str, Picture]) -> Shown:
+def read_images(
+    reader: ImageReader | None,
+    messages: list[Message],
+    known: Mapping[str, Picture],
+    check: Callable[[], None] = lambda: None,
+) -> Shown:
     """Decode the images of messages, several at a time. ``known``: pictures that names in them may mean.
+
+    ``check`` is asked before and while they wait for memory; what it raises ends that.
 
     Raises RequestError without a tower and for too many images, ImageError for one that is none.
     """
@@ -55,7 +73,10 @@ def read_images(reader: ImageReader | None, messages: list[Message], known: Mapp
     fresh = [source for source in sources if not _is_name(source)]
     if len(fresh) > reader.most:
         raise RequestError(f"the request has {len(fresh)} images, at most {reader.most} are taken; give fewer")
-    read = iter(pictures_of(fresh, reader.vision.patches, reader.limits))
+    try:
+        read = iter(pictures_of(fresh, reader.vision.patches, reader.limits, reader.gate, check))
+    except Interrupted as interrupted:
+        return Shown(without(messages), ended=interrupted.reason)
     pictures = [_known(source, known) if _is_name(source) else next(read) for source in sources]
     names = [name_of(picture) for picture in pictures]
     return Shown(renamed(messages, names), dict(zip(names, pictures, strict=True)))

@@ -89,8 +89,21 @@ class FairQueue(Generic[T]):
         line.items[self._made] = item
         return displaced
 
+    def check(self, priority: int, caller: str | None) -> None:
+        """Raise QueueFullError where :meth:`push` would."""
+        if caller is not None:
+            self._lowest(priority, caller)
+
     def _make_room(self, priority: int, caller: str) -> T | None:
         """The item that gives its place to one of this priority; None: there is room. Raises QueueFullError."""
+        if (lowest := self._lowest(priority, caller)) is None:
+            return None
+        _, item = lowest.items.popitem()
+        self._drop_empty(lowest)
+        return item
+
+    def _lowest(self, priority: int, caller: str) -> _Line[T] | None:
+        """The line whose youngest item is displaced by one of this priority; None: there is room."""
         lines = [line for line in self._lines.values() if line.caller is not None]
         mine = [line for line in lines if line.account == account(caller)]
         own = [line for line in mine if line.caller == caller]
@@ -104,9 +117,7 @@ class FairQueue(Generic[T]):
             lowest = min(bounded, key=lambda line: self._displacement(line, lines))
             if self._tail_rank(lowest) >= priority:
                 raise _full(waiting, limit, named)
-            _, item = lowest.items.popitem()
-            self._drop_empty(lowest)
-            return item
+            return lowest
         return None
 
     def _tail_rank(self, line: _Line[T]) -> int:

@@ -7,11 +7,12 @@ chat template is known by what it writes, never by its name.
 from __future__ import annotations
 
 import json
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.backend import Backend
@@ -21,11 +22,11 @@ from edge_dflash.decode.grammar.lark_text import AnswerForm, beside_form, call_g
 from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.options import Options, Request, Task, admit, as_messages, token_ids
-from edge_dflash.decode.pictured import Placed
+from edge_dflash.decode.pictured import Picture, Placed
 from edge_dflash.decode.steering import AfterThinking, Constraint, InCalls
 from edge_dflash.errors import RequestError
 from edge_dflash.result import Plan
-from edge_dflash.runner.looking import ImageReader, Placing, Shown, read_images
+from edge_dflash.runner.looking import Ended, ImageReader, Placing, Shown, read_images
 from edge_dflash.runner.recording import AnswerLog, Said
 from edge_dflash.runner.stream import UNWANTED, StopFinder
 from edge_dflash.text.chat import (
@@ -73,13 +74,15 @@ class Prompt:
     shared: int = 0
     pictures: tuple[Placed, ...] = ()  # in their order, on the placeholders of their rows
     said: Said | None = None  # what it was made of; None: token ids
+    ended: Ended | None = None  # while its images were read: nothing of it runs
 
 
 class Encoder:
     """Encodes tasks; remembers what it found out about system prompts. May be used from any thread."""
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self, model: Model, room: Callable[[int, str], None] = lambda priority, caller: None) -> None:
+        """``room`` raises QueueFullError where no request of this priority and caller would be queued now."""
+        self._model, self._room = model, room
         self._probed: OrderedDict[str, tuple[int, ...]] = OrderedDict()
 
     def prompt(self, task: Task, options: Options) -> Prompt:
@@ -93,7 +96,19 @@ class Encoder:
         tokenizer = self._model.need_tokenizer("give token ids instead of text")
         if (text := _without_template(tokenizer, task, options)) is not None:
             return Prompt(without_images(self._model, text), said=task if isinstance(task, str) else None)
-        return self.conversation(read_images(self._model.images, messages, {}), options)
+        shown = self.read(messages, {}, options)
+        return replace(self.conversation(shown, options), ended=shown.ended)
+
+    def read(self, messages: list[Message], known: Mapping[str, Picture], options: Options) -> Shown:
+        """:func:`read_images` of a request, for as long as it may wait and there is room in the queue for it."""
+        deadline = None if options.deadline is None else time.perf_counter() + options.deadline
+        patience = Patience(deadline, UNWANTED.get())
+
+        def check() -> None:
+            patience.check()
+            self._room(options.priority, options.caller)
+
+        return read_images(self._model.images, messages, known, check)
 
     def conversation(self, shown: Shown, options: Options) -> Prompt:
         """The prompt of a conversation. Raises as :meth:`prompt` does."""
@@ -208,7 +223,7 @@ class Prepared(Request):
     relaxation: Relaxation | None  # None: strict
     began: float  # time.perf_counter() of the call
     deadline: float | None  # time.perf_counter()
-    ended: Literal["deadline", "cancelled"] | None = None  # while its form was compiled: nothing of it runs
+    ended: Ended | None = None  # while its images were read or its form was compiled: nothing of it runs
     record: Callable[[Plan], None] | None = None  # takes its plan
 
     def finished(self, plan: Plan) -> Plan:
@@ -262,13 +277,13 @@ def prepare(model: Model, options: Options, prompt: Prompt, began: float) -> Pre
     if options.stops:
         model.need_tokenizer("stop texts cannot be found; leave stop out")
     deadline = None if options.deadline is None else began + options.deadline
-    form, ended = None, None
+    form, ended = None, prompt.ended
     try:
-        form = _form(model, options, stop, Patience(deadline, UNWANTED.get()))
+        form = None if ended else _form(model, options, stop, Patience(deadline, UNWANTED.get()))
     except Interrupted as interrupted:
         ended = interrupted.reason
     relaxation = _relaxation(model, options, prompt.ids)
-    record = None if model.recorder is None or prompt.pictures else model.recorder.of(prompt.said, options)
+    record = None if model.recorder is None or prompt.pictures or ended else model.recorder.of(prompt.said, options)
     made: dict[str, Any] = {"form": form, "relaxation": relaxation, "record": record, "ended": ended}
     return Prepared(**vars(admitted), **made, model=model, began=began, deadline=deadline)
 

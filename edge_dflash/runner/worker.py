@@ -85,6 +85,18 @@ class Worker:
         """What ended the worker; None while it works, and when it was closed."""
         return self._failure
 
+    def check_room(self, priority: int, caller: str | None) -> None:
+        """Raise what :meth:`submit` would raise now, before a work is made that takes time and memory."""
+        with self._changed:
+            self._check_open()
+            self._queue.check(priority, caller)
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise engine_failed(self._failure)
+        if self._closed:
+            raise RequestError("the engine is closed and takes no more requests; open it again")
+
     def submit(self, work: Work[Any, Any]) -> None:
         """Queue a work.
 
@@ -94,10 +106,7 @@ class Worker:
         """
         with self._changed:
             try:
-                if self._failure is not None:
-                    raise engine_failed(self._failure)
-                if self._closed:
-                    raise RequestError("the engine is closed and takes no more requests; open it again")
+                self._check_open()
                 gave_way = self._queue.push(work, work.priority, work.caller)
             except BaseException as error:
                 work.fail(error)

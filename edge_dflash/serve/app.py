@@ -54,7 +54,7 @@ from edge_dflash.serve.service import Service, State
 
 _PIECE = 8192  # token ids that are written at once
 _STARTED = int(time.time())
-_SIZES = [one.name for one in fields(PairShape) if one.name not in ("lanes", "varying", "image_token_id")]
+_SIZES = [one.name for one in fields(PairShape) if one.name not in ("lanes", "varying", "image_token_id", "patches")]
 _SESSIONS = "/v1/edge_dflash/sessions"
 operation = Operations()
 

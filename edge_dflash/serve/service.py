@@ -19,6 +19,7 @@ from edge_dflash.backends.selftest import Mode
 from edge_dflash.board.power import EnergyMeter
 from edge_dflash.board.state import BoardState
 from edge_dflash.common import progress
+from edge_dflash.pictures.decode import INSTALL, reads_files
 from edge_dflash.planner import Planner
 from edge_dflash.runner.stream import AsyncPlanStream
 from edge_dflash.serve.config import MIB, ServeConfig
@@ -145,6 +146,8 @@ class Service:
             saved_limit=limits.saved_sessions,
             save=self.config.sessions.save,
         )
+        if planner.shape.image_token_id is not None and self.config.engine.images and not reads_files():
+            log.warning("%s sees, and Pillow is missing: every image is refused; %s", self.config.model, INSTALL)
         metrics, sessions, tested = self.metrics, self.sessions, planner.self_test
         metrics.tested("none" if tested is None else "passed" if tested.ok else "failed")
         lanes = planner.shape.lanes

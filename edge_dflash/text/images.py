@@ -70,6 +70,12 @@ def renamed(messages: Sequence[Message], names: Sequence[str]) -> list[Message]:
     return changed(messages, lambda _: {"type": "image", "image": next(rest)})
 
 
+def without(messages: Sequence[Message]) -> list[Message]:
+    """Messages of text alone: nothing in the place of images."""
+    cleared = changed(messages, lambda _: {"type": "text", "text": ""})
+    return [with_parts(message, index) for index, message in enumerate(cleared)]
+
+
 def marked(messages: Sequence[Message]) -> tuple[list[Message], str]:
     """Messages of text alone, and the character that stands for each image in them; no character without images."""
     if not sources_of(messages):

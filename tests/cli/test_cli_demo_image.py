@@ -73,4 +73,31 @@ def test_the_readme_shows_the_first_picture():
     import numpy as np
 
     shown = np.asarray(image.open(ROOT / "docs" / "pictures" / "world.png").convert("RGB"))
-    assert (shown == draw(TASKS[0].scene).repeat(2, 0).repeat(2, 1)).all()
+    assert np.array_equal(shown, draw(TASKS[0].scene))
+
+
+def test_the_picture_and_the_prompt_that_are_shown_give_the_plan(cli, seeing_bundle):
+    """The command of the demo's README."""
+    files = ("--image", ROOT / "docs/pictures/world.png", "--prompt-file", ROOT / "edge_dflash/demo/pictured.txt")
+    code, out, _ = cli("generate", seeing_bundle, *files)
+    assert code == 0
+    assert out.strip() == TASKS[0].answer
+    command = "generate demo-image-bundle --image docs/pictures/world.png --prompt-file edge_dflash/demo/pictured.txt"
+    assert command in (ROOT / "edge_dflash" / "demo" / "README.md").read_text()
+
+
+def test_what_a_bundle_cannot_see_is_refused_before_it_is_loaded(
+    refused, demo_bundle, seeing_bundle, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("edge_dflash.planner.Planner.open", lambda *_, **__: pytest.fail("the bundle is loaded"))
+    world = ROOT / "docs" / "pictures" / "world.png"
+    _, line = refused("generate", demo_bundle, "--image", world, "--prompt", "Go")
+    assert "has no vision tower; leave it out" in line
+    (tmp_path / "frame.gif").write_bytes(b"GIF89a")
+    for file, why in (
+        ("frame.gif", "no PNG or JPEG file"),
+        ("none.png", "cannot be read"),
+        (".", "cannot be read"),
+    ):
+        _, line = refused("generate", seeing_bundle, "--image", tmp_path / file, "--prompt", "Go")
+        assert why in line

@@ -101,7 +101,7 @@ def test_damage_anywhere_is_refused(tmp_path):
         ({"of": (1,)}, r"pictures \[1\] of 1 stand in it"),
         ({"grids": ((2, 4),)}, r"patches of a grid \[2, 4\] are uint8 \[4, 768\]"),
         ({"grids": ((1, 4),)}, "a grid of 1 x 4 patches does not consist of blocks of 2"),
-        ({"digests": ("no",)}, "hexadecimal"),
+        ({"digests": ("no",)}, "digest 'no' is not that of its patches"),
         ({"digests": ()}, "zip"),
         ({"patches": 7}, "an object"),
         (None, "pictures"),

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from cli_support import flip_byte, last_json
+from golden_pairs import pair as golden_pair
 from native_support import formats_of, write_native_bundle
 
-from edge_dflash.bundle.reader import Bundle
+from edge_dflash.bundle.reader import Bundle, read_manifest
 from edge_dflash.common.files import directory
 from edge_dflash.errors import BundleError, EdgeDflashError
 from edge_dflash.install import host as hosts
 from edge_dflash.install import releases
 from edge_dflash.install.host import InstallPaths, Systemd, host_of
+from edge_dflash.install.memory import memory_parts
 from edge_dflash.install.service import InstallOptions, check_visible, find_program, install, remove, rollback
+from edge_dflash.model import pair_programs
+from edge_dflash.serve.config import EngineConfig, ServeConfig
 
 UNITS = [
     "etc/edge-dflash/config.toml",
@@ -532,6 +538,7 @@ def test_the_machine_is_told(root, made, program, machine):
         "prepare",
         ("start", "one", False),
         "prepare",
+        "reload",  # the unit has the bounds of the release before
         ("restart", "one", True),
         "stop",
         "reload",
@@ -650,3 +657,36 @@ def test_the_command_line(cli, refused, root, made, program):
     assert cli("service", "remove", "--root", root, "--purge")[1] == "the service is removed\n"
     assert cli("service", "remove", "--root", root)[1] == "nothing was installed\n"
     assert refused("service", "install", root, "--root", root, "--program", program)[0] == 6
+
+
+def bounds(root):
+    text = (root / "etc/systemd/system/edge-dflash.service").read_text()
+    return [int(re.search(rf"(?m)^{key}=(\d+)$", text)[1]) for key in ("MemoryHigh", "MemoryMax")]
+
+
+def test_the_bounds_on_memory_are_those_of_the_release_that_is_served(root, made, program):
+    install(made / "one", root, program=program)
+    one = bounds(root)
+    assert 3 << 30 < one[0] < one[1] == int(one[0] * 1.25)
+    install(made / "two", root, program=program)
+    assert bounds(root)[0] < one[0]  # FP8 weights are larger than NVFP4
+    assert rollback(root).written == (str(root / "etc/systemd/system/edge-dflash.service"),)
+    assert bounds(root) == one
+    (root / "etc/edge-dflash/config.toml").write_text("[engine]\nlanes = 4\nprefix_mib = 1024\n")
+    install(made / "one", root, program=program)
+    assert bounds(root)[0] > one[0] + (512 << 20)
+    (root / "etc/edge-dflash/config.toml").write_text("nonsense")
+    install(made / "one", root, program=program)
+    assert bounds(root) == one
+
+
+def test_bounds_count_what_a_pair_that_sees_may_take(made):
+    pair = golden_pair("vision")
+    seeing = replace(read_manifest(made / "one"), pair=pair, weights=dict.fromkeys(pair_programs(pair).weights, "bf16"))
+    parts, fewer = (
+        memory_parts(seeing, ServeConfig(engine=EngineConfig(image_pixels=n))) for n in (40_000_000, 20_000_000)
+    )
+    assert parts["larger images"] == 16 * 20_000_000
+    assert fewer["larger images"] == 0
+    assert parts["requests that wait"] - fewer["requests that wait"] == 16 * 3 * 20_000_000
+    assert fewer["the pair"] > 16 * 20_000_000 + (256 << 20)

@@ -11,7 +11,7 @@ import pytest
 from picture_files import GOLDEN, encoded, noise
 
 from edge_dflash.errors import ImageError
-from edge_dflash.pictures.parts import MOST_PARTS, MOST_SCANS, check_parts
+from edge_dflash.pictures.parts import MOST_PARTS, MOST_SCANS, parts_of
 from edge_dflash.pictures.picture import picture_of
 
 SCAN, END = b"\xff\xda", b"\xff\xd9"
@@ -42,7 +42,7 @@ def test_a_million_scans_are_refused_at_once():
 @pytest.mark.parametrize("between", [b"\xff\xff", b"\xff\x00", b"\xff\xd0", b"\xff\x01", b"\xff\x02\xff\xf0", b"junk"])
 def test_scans_do_not_hide_behind_what_decoders_skip(between):
     with pytest.raises(ImageError, match="scans"):
-        check_parts(scans(MOST_SCANS + 1, between))
+        parts_of(scans(MOST_SCANS + 1, between))
 
 
 def test_what_looks_like_scans_within_a_segment_or_behind_the_end_is_none():

@@ -145,3 +145,14 @@ def test_a_service_without_a_tower_refuses_images_by_name(backend, tmp_path):
     answer = ask(blind, body(url(), "Go"))
     assert answer.status_code == 400
     assert "no vision tower" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_service_that_sees_without_pillow_says_so_at_start(backend, tmp_path, monkeypatch, caplog, there):
+    monkeypatch.setattr("edge_dflash.serve.service.reads_files", lambda: there)
+    made = Service(config_for(tmp_path))
+    made.take(seeing(backend, tmp_path))
+    said = [record.message for record in caplog.records if "Pillow is missing" in record.message]
+    assert len(said) == (not there)
+    assert all("every image is refused; install it with: pip install 'edge-dflash[images]'" in one for one in said)
+    made.close()

@@ -1,7 +1,6 @@
 """Pictures of the golden run and made-up ones, without any decoder."""
 
 from dataclasses import replace
-from hashlib import blake2b
 
 import numpy as np
 from golden_pairs import FLOAT32, golden, pair, store
@@ -15,7 +14,6 @@ from edge_dflash.decode.loop import decode
 from edge_dflash.decode.options import admit
 from edge_dflash.decode.pictured import Pictured, Placed
 from edge_dflash.model import pair_programs
-from edge_dflash.model.specs import PatchSpec
 from edge_dflash.model.vision import TOWER
 from edge_dflash.pictures.picture import PatchedPicture
 from edge_dflash.planner import Planner
@@ -26,13 +24,13 @@ IMAGE = 186
 """The placeholder of the golden pair."""
 
 
-SPEC = PatchSpec(16, 2, 2, 56 * 56, 1 << 24, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+SPEC = pair("vision").target.vision.patches
 
 
 def given(levels, grid):
     """A picture by the levels of its patches [patches, 768]."""
     levels = np.ascontiguousarray(levels, np.uint8)
-    return PatchedPicture(levels, tuple(grid), blake2b(levels.tobytes(), digest_size=16).digest(), SPEC)
+    return PatchedPicture(levels, tuple(grid), SPEC)
 
 
 def picture(number):

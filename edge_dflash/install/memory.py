@@ -1,0 +1,59 @@
+"""Bounds on the service's memory, from what its bundle and its configuration say that it takes.
+
+They are there for a leak, or a request that nobody foresaw: the robot's other programs live in the same memory. Every
+part counts in full, as if the driver charged what is on the GPU to the service. On a Jetson it mostly does not: the
+driver takes such pages from the system itself, and a unit's bounds neither see nor hold them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from edge_dflash.bundle.manifest import Manifest
+from edge_dflash.checks.footprint import memory_bytes
+from edge_dflash.model import pair_programs
+from edge_dflash.pictures.decode import DEFAULT_LIMITS
+from edge_dflash.pictures.gate import in_flight
+from edge_dflash.serve.config import MIB, ServeConfig
+from edge_dflash.weights.formats import TIED, read_as
+
+PROGRAM = 3 << 30
+"""Python, NumPy, the driver's libraries and context, and the processes of grammars and templates."""
+OWNERS = 4  # with all the sessions that they may have open, each at the whole context
+MARGIN = 0.25  # of all of it, between what is slowed down (MemoryHigh) and what is ended (MemoryMax)
+
+
+def memory_parts(manifest: Manifest, config: ServeConfig) -> Mapping[str, int]:
+    """Bytes by what takes them, each at its most."""
+    engine, programs = config.engine, pair_programs(manifest.pair)
+    lanes = engine.lanes or manifest.lanes
+    stored = {
+        name: read_as(manifest.weights[name]).nbytes(weight.shape)
+        for name, weight in programs.weights.items()
+        if manifest.weights[name] != TIED
+    }
+    sizes = (manifest.max_context, manifest.prefill_chunk, manifest.precision.kv, lanes)
+    pair = memory_bytes(programs, stored, manifest.pair, *sizes)
+    session = (pair.target_kv + pair.drafter_kv + pair.delta_state) // lanes
+    sees = manifest.pair.target.vision is not None
+    return {
+        "the pair": sum(asdict(pair).values()),
+        "sessions": OWNERS * config.limits.sessions * session,
+        "requests that wait": engine.queue * (session + sees * 3 * engine.image_pixels),
+        "system prompts": engine.prefix_mib * MIB,
+        "larger images": sees * max(0, in_flight(engine.image_pixels - DEFAULT_LIMITS.pixels)),
+        "bodies": 2 * config.limits.connections * config.limits.body_bytes * 3,
+        "program": PROGRAM,
+    }
+
+
+def bounded(unit: str, manifest: Manifest, config: ServeConfig) -> str:
+    """The unit with the bounds of a bundle in the place of those that it has."""
+    parts = memory_parts(manifest, config)
+    high = sum(parts.values())
+    said = ", ".join(f"{name} {-(-size // MIB)}" for name, size in parts.items() if size)
+    unit = re.sub("(?m)^# MiB: .*$", f"# MiB: {said}.", unit)
+    unit = re.sub("(?m)^MemoryHigh=.*$", f"MemoryHigh={high}", unit)
+    return re.sub("(?m)^MemoryMax=.*$", f"MemoryMax={int(high * (1 + MARGIN))}", unit)

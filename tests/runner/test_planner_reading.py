@@ -1,0 +1,160 @@
+"""Images while they are read: frames that are overwritten, waiting for memory, deadlines, cancelling, a full queue."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+from picture_files import noise
+from pictures_support import seeing, sighted
+
+from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.errors import QueueFullError, RequestError
+from edge_dflash.pictures import picture as making
+
+FRAMES = [noise(300, 400, seed) for seed in range(2)]
+OPTIONS = {"max_new_tokens": 5, "temperature": 1.5, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return sighted(max_context=400)
+
+
+def shown(frame, text="Go"):
+    return [{"role": "user", "content": [{"type": "image", "image": frame}, {"type": "text", "text": text}]}]
+
+
+@pytest.mark.parametrize("kind", ["array", "view"])
+def test_a_camera_that_writes_the_next_frame_meanwhile_spoils_no_later_request(backend, tmp_path, kind):
+    with seeing(backend, tmp_path / "alone") as planner:
+        alone = [planner.plan(shown(frame), **OPTIONS).tokens for frame in FRAMES]
+        began = time.perf_counter()
+        making.picture_of(FRAMES[0], planner._model.images.vision.patches)
+        took = time.perf_counter() - began
+    assert alone[0] != alone[1]
+    with seeing(backend, tmp_path / "attacked") as planner:
+        for step in range(8):
+            buffer = FRAMES[0].copy()
+            camera = threading.Timer(took * step / 6, buffer.__setitem__, (..., FRAMES[1]))
+            camera.start()
+            planner.plan(shown(buffer if kind == "array" else memoryview(buffer)), **OPTIONS)
+            camera.join()
+            found = [planner.plan(shown(frame.copy()), **OPTIONS).tokens for frame in FRAMES]
+            assert found == alone
+
+
+def test_at_each_step_of_the_way_the_name_is_that_of_what_is_seen(backend, tmp_path, monkeypatch):
+    with seeing(backend, tmp_path / "alone") as planner:
+        alone = [planner.plan(shown(frame), **OPTIONS).tokens for frame in FRAMES]
+    with seeing(backend, tmp_path / "attacked") as planner:
+        for name in ("resize", "_patches", "PatchedPicture"):
+            buffer, original = FRAMES[0].copy(), getattr(making, name)
+
+            def late(*given, original=original, buffer=buffer):
+                made = original(*given)
+                buffer[:] = FRAMES[1]
+                return made
+
+            monkeypatch.setattr(making, name, late)
+            planner.plan(shown(buffer), **OPTIONS)
+            monkeypatch.undo()
+            assert [planner.plan(shown(frame), **OPTIONS).tokens for frame in FRAMES] == alone
+
+
+@pytest.fixture
+def planner(backend, tmp_path):
+    with seeing(backend, tmp_path, queue=2) as made:
+        yield made
+
+
+def test_a_deadline_ends_the_waiting_for_memory(planner):
+    gate = planner._model.images.gate
+    with gate.hold(gate.budget):
+        plan = planner.plan(shown(FRAMES[0]), deadline=0.2, **OPTIONS)
+        assert (plan.finish_reason, plan.tokens) == ("deadline", ())
+        with planner.session() as session:
+            assert session.plan(shown(FRAMES[0]), deadline=0.2, **OPTIONS).finish_reason == "deadline"
+            assert (session.messages, session.tokens) == ((), ())
+    assert planner.plan(shown(FRAMES[0]), **OPTIONS).tokens
+    assert gate.held == 0
+
+
+def test_cancelling_ends_the_waiting_for_memory(planner):
+    gate = planner._model.images.gate
+
+    async def ask():
+        stream = planner.astream(shown(FRAMES[0]), **OPTIONS)
+        asking = asyncio.create_task(stream.result())
+        while not gate._waiting:
+            await asyncio.sleep(0.01)
+        stream.cancel()
+        return await asyncio.wait_for(asking, 20)
+
+    with gate.hold(gate.budget):
+        plan = asyncio.run(ask())
+    assert (plan.finish_reason, plan.tokens) == ("cancelled", ())
+    assert not gate._waiting
+
+
+class Held(Delegate):
+    """A backend whose passes wait until they may go."""
+
+    def __init__(self, backend):
+        super().__init__(backend)
+        self.inside, self.go = threading.Event(), threading.Event()
+
+    def prefill(self, *given, **named):
+        self.inside.set()
+        assert self.go.wait(60)
+        return super().prefill(*given, **named)
+
+
+def test_a_full_queue_refuses_before_anything_is_decoded_and_while_it_waits(backend, tmp_path, monkeypatch):
+    held = Held(backend)
+    with seeing(held, tmp_path, queue=2) as planner:
+        gate, outcome = planner._model.images.gate, []
+        streams = [planner.stream("Go", max_new_tokens=2, caller="a")]
+        assert held.inside.wait(30)
+
+        def wait_for_memory():
+            try:
+                outcome.append(planner.plan(shown(FRAMES[0]), caller="late", **OPTIONS))
+            except RequestError as error:
+                outcome.append(error)
+
+        with gate.hold(gate.budget):
+            waiting = threading.Thread(target=wait_for_memory)
+            waiting.start()
+            while not gate._waiting:
+                time.sleep(0.01)
+            streams += [planner.stream("Go", max_new_tokens=2, caller=caller) for caller in "bc"]
+            waiting.join(30)
+        (error,) = outcome
+        assert isinstance(error, QueueFullError)
+        monkeypatch.setattr(making, "opened", lambda *_: pytest.fail("an image is read"))
+        for ask in (planner.plan, planner.session().plan):
+            with pytest.raises(QueueFullError, match="2 requests are waiting, the limit is 2"):
+                ask(shown(FRAMES[0]), caller="d", **OPTIONS)
+        monkeypatch.undo()
+        assert planner.encode(shown(FRAMES[0]))  # takes no place
+        urgent = planner.stream(shown(FRAMES[0]), caller="e", priority=1, max_new_tokens=2)
+        held.go.set()
+        assert urgent.plan.finish_reason == "length"
+        assert streams[0].plan.finish_reason == "length"
+
+
+def test_a_closed_planner_reads_no_image(planner, monkeypatch):
+    planner.close()
+    monkeypatch.setattr(making, "opened", lambda *_: pytest.fail("an image is read"))
+    with pytest.raises(RequestError, match="closed"):
+        planner.plan(shown(FRAMES[0]), **OPTIONS)
+
+
+@pytest.mark.parametrize("odd", [memoryview(bytes(12)).cast("B", (3, 4)), range(10**12), {1}, b"", object(), [], 3.5])
+def test_what_a_message_holds_in_the_place_of_an_image_is_refused_in_one_line(planner, odd):
+    with pytest.raises(RequestError) as caught:
+        planner.plan(shown(odd), **OPTIONS)
+    assert "\n" not in str(caught.value)
