@@ -127,7 +127,9 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
     work = fitted(work, planner.backend, say)
     meter = Meter(planner, subject.costs, device.bandwidth)
     if on_gpu and (pattern := work.pattern(shape.verify_rows)) is not None:
-        on_gpu.force(pattern)
+        from edge_dflash.backends.cuda.measured import force
+
+        force(on_gpu, pattern)
     allocations = on_gpu.gpu.allocations if on_gpu else 0
     first = meter.cycles(subject.prompts[0], 1)
     say("timing plain decoding")
@@ -272,7 +274,9 @@ def _profile(device: NativeBackend, subject: Subject, work: Workload, say: Say) 
     device.reset()
     anchor = device.prefill(tiled(subject.filler, work.context)).argmax()[0]
     kinds: dict[str, list[StepTime]] = {}
-    for step in device.profile(anchor):
+    from edge_dflash.backends.cuda.measured import profile
+
+    for step in profile(device, anchor):
         kinds.setdefault(re.sub(r"layers\.\d+", "layers.*", step.name), []).append(step)
     device.reset()
     found = (

@@ -174,7 +174,11 @@ class Meter:
     def _experts_read(self) -> int:
         """Experts that verify passes have read so far, all layers together; 0 where there are none."""
         device = on_device(self.planner.backend)
-        return device.experts_read() if device and self.costs and self.costs.expert_layers else 0
+        if device is None or self.costs is None or not self.costs.expert_layers:
+            return 0
+        from edge_dflash.backends.cuda.measured import experts_read
+
+        return experts_read(device)
 
     def _experts(self, before: int, passes: int) -> float | None:
         """Experts that a layer read in each of the ``passes`` since ``before``."""

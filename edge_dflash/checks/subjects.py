@@ -116,6 +116,7 @@ def synthetic_subject(
 ) -> Iterator[Subject]:
     """A published pair with random weights on the GPU, room for ``work``, and a tokenizer of its vocabulary's size."""
     from edge_dflash.backends.cuda.backend import NativeBackend
+    from edge_dflash.backends.cuda.measured import force_experts
 
     pair = synthetic_pair(name)
     tokenizer = synthetic_tokenizer(pair.target.vocab_size, WORDS)
@@ -129,7 +130,7 @@ def synthetic_subject(
         pair, weights, precision, cubin=cubin, max_context=context, prefill_chunk=chunk, lanes=lanes
     )
     if work.correlation is not None and (experts := pair.target.experts) is not None:
-        backend.force_experts(routing(experts.count, experts.chosen, work.correlation))
+        force_experts(backend, routing(experts.count, experts.chosen, work.correlation))
     loaded = time.perf_counter() - began
     filler = np.random.default_rng(0).integers(0, pair.target.vocab_size, 1 << 16).tolist()
     with Planner(backend, tokenizer, (pair.target.vocab_size - 1,), fallback=False) as planner:

@@ -13,9 +13,9 @@ from native_support import NATIVE_PAIR, formats_of, random_store
 from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
-from edge_dflash.backends.cuda import loading, measured
+from edge_dflash.backends.cuda import loading
 from edge_dflash.backends.cuda.backend import NativeBackend
-from edge_dflash.backends.cuda.measured import REPEATS
+from edge_dflash.backends.cuda.measured import REPEATS, force, profile
 from edge_dflash.decode.backend import Asked, Backend, Precision, row_steps
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.errors import BackendError
@@ -66,7 +66,7 @@ class Bookkeeping(RuleBasedStateMachine):
     @rule(profiled=st.booleans())
     def reset(self, profiled):
         if profiled and self.length + REPEATS * BLOCK <= CONTEXT:
-            self.backend.profile(1)
+            profile(self.backend, 1)
         else:
             self.backend.reset()
         self.gpu.rows = self.length = 0
@@ -194,7 +194,7 @@ def test_every_launch_of_every_pass_is_accepted_on_every_kind_of_device(monkeypa
     gpu.sm = sm
     pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, block_size=rows))
     backend = load(monkeypatch, gpu, pair)
-    launched = {name for name, _ in backend.graphs.verify.of(rows).calls}
+    launched = {name for name, _ in backend.graphs[1].verify.of(rows).calls}
     found = {re.sub(r"_\d(_\d)?$", "", name) for name in launched if "_nvfp4_" in name}  # less splits and teams
     assert found == linears
     assert any(name.startswith("attend") for name in launched)
@@ -225,7 +225,7 @@ def test_fewer_drafts_run_the_graph_of_the_fewest_rows_that_are_enough(monkeypat
             at = len(gpu.launches)
             cycle = backend.cycle(Asked(5, sampling, drafts=drafts))
             assert (cycle.drafts, cycle.accepted) == (drafts, drafts)
-            graphs = backend._cycles.sampled if sampling.temperature else backend._cycles.greedy
+            graphs = backend.graphs[1].cycles.sampled if sampling.temperature else backend.graphs[1].cycles.greedy
             rows = next(step for step in steps if step > drafts)
             calls = graphs.of(drafts + 1).calls
             assert calls is graphs.graphs[rows].calls
@@ -275,7 +275,7 @@ def test_a_steered_cycle_computes_its_masks_while_the_verify_runs(monkeypatch):
     monkeypatch.setattr(gpu, "synchronize", lambda *asked: waited.append(len(gpu.launches)))
     backend.cycle(Asked(9, Sampling(0.7), steering=steering))
     proposed, verified = seen
-    assert verified - proposed == len(backend.graphs.verify.of(4).calls)  # launched, and nobody has waited for it
+    assert verified - proposed == len(backend.graphs[1].verify.of(4).calls)  # launched, and nobody has waited for it
     assert not [at for at in waited if proposed < at < len(gpu.launches)]
     names = gpu.launches[verified:]
     assert (names[0], names[-1], names.count("cycle_accept")) == ("sample_count", "cycle_accept", 1)
@@ -306,7 +306,7 @@ def test_nothing_is_allocated_loaded_or_captured_after_load(monkeypatch):
     backend.restore(saved)
     backend.flush()
     with pytest.raises(AssertionError, match="after load"):
-        backend.force([1])
+        force(backend, [1])
 
 
 def test_it_is_a_backend(monkeypatch):
@@ -343,12 +343,13 @@ def test_a_profile_starts_at_its_anchor_and_leaves_an_empty_sequence(monkeypatch
     backend = load(monkeypatch, gpu)
     backend.prefill([1] * 8)
     seen = []
-    monkeypatch.setattr(measured, "profile_cycle", lambda *on: seen.append(dict(gpu.words)) or [])
-    backend.profile(7)
+    capture = gpu.capture
+    monkeypatch.setattr(gpu, "capture", lambda enqueue: (seen.append(dict(gpu.words)), capture(enqueue))[1])
+    profile(backend, 7)
     assert (seen[0]["anchor"], seen[0]["length"], backend.length()) == (7, 8, 0)
     backend.prefill([1] * (CONTEXT - BLOCK))
     with pytest.raises(BackendError, match="do not fit the context"):
-        backend.profile()
+        profile(backend)
 
 
 def test_ids_outside_the_vocabulary_never_reach_the_device(monkeypatch):

@@ -15,6 +15,7 @@ from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import launches, loading
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.graphs import joint_steps
+from edge_dflash.backends.cuda.measured import force
 from edge_dflash.backends.cuda.memory import ControlBlock, DevicePointer
 from edge_dflash.backends.cuda.slots import Slots
 from edge_dflash.backends.cuda.small import SlotWords
@@ -177,7 +178,7 @@ def test_lanes_run_the_graph_of_the_fewest_slots_that_hold_them(monkeypatch, lan
     for sampling in (Sampling(), Sampling(0.7)):
         for drafts in range(1, BLOCK):
             _, launched = together(backend, gpu, lanes, sampling=sampling, drafts=drafts)
-            cycles = backend._cycles if slots == 1 else backend.joint[slots].cycles
+            cycles = backend.graphs[slots].cycles
             graph = (cycles.sampled if sampling.temperature else cycles.greedy).of(drafts + 1)
             assert launched[-len(graph.calls) :] == [name for name, _ in graph.calls]
             (accept,) = [call for call in graph.calls if call[0] == "cycle_accept"]
@@ -321,12 +322,13 @@ def test_a_copy_takes_the_committed_rows_alone(monkeypatch):
 
 def test_forced_patterns_are_those_of_joint_cycles_too(monkeypatch):
     backend, gpu = load(monkeypatch, gpu := ControlGpu()), gpu
-    backend.force([2])
-    for graphs in (backend._cycles, backend.joint[4].cycles):
-        (accept,) = [call for call in graphs.greedy.of(BLOCK).calls if call[0] == "cycle_accept"]
-        assert accept[1][7] == 1
-    backend.force(None)
-    assert backend.joint[4].cycles is backend.joint[4].own
+    force(backend, [2])
+    for forced in (True, False):
+        for slots in (1, 4):
+            calls = backend.graphs[slots].cycles.greedy.of(BLOCK).calls
+            (accept,) = [call for call in calls if call[0] == "cycle_accept"]
+            assert accept[1][7] == forced
+        force(backend, None)
 
 
 def test_nothing_is_allocated_or_captured_after_load(monkeypatch):
@@ -353,7 +355,7 @@ def test_the_budget_counts_every_lane(monkeypatch, lanes):
     backend, gpu = load_in(1 << 40)
     total = sum(backend.budget.values())
     assert sum(gpu.sizes) == total
-    assert sorted(backend.joint) == [count for count in lane_steps(lanes) if count > 1]
+    assert sorted(backend.graphs) == list(lane_steps(lanes))
     load_in(total + loading._SLACK)
     with pytest.raises(BackendError, match="the pair needs" if lanes == 1 else f"fewer than {lanes} lanes"):
         load_in(total + loading._SLACK - 1)
@@ -361,14 +363,14 @@ def test_the_budget_counts_every_lane(monkeypatch, lanes):
 
 def test_one_lane_has_the_graphs_of_before(monkeypatch):
     backend = load(monkeypatch, ControlGpu(), 1)
-    assert (backend.joint, backend.loaded.common.layout.sizes.slots) == ({}, 1)
+    assert (list(backend.graphs), backend.loaded.common.layout.sizes.slots) == ([1], 1)
 
 
 def test_more_rows_than_a_pass_takes_go_through_several(monkeypatch):
     gpu = ControlGpu()
     monkeypatch.setattr(launches, "MOST_ROWS", 2 * BLOCK)
     backend = load(monkeypatch, gpu, 8)
-    assert sorted(backend.joint) == [2]
+    assert sorted(backend.graphs) == [1, 2]
     gpu.accept = dict(enumerate([0, 1, 2, 3, 0, 1, 2, 3]))
     found, launched = together(backend, gpu, 7)
     assert [cycle.accepted for cycle in found] == [0, 1, 2, 3, 0, 1, 2]
@@ -383,8 +385,8 @@ def test_every_launch_of_joint_passes_is_accepted_on_every_kind_of_device(monkey
     gpu.sm = sm
     pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, block_size=rows))
     backend = load(monkeypatch, gpu, 8, pair)
-    assert sorted(backend.joint) == [count for count in (2, 4, 8) if count * rows <= launches.MOST_ROWS]
-    for count, graphs in backend.joint.items():
+    assert sorted(backend.graphs) == [count for count in (1, 2, 4, 8) if count * rows <= launches.MOST_ROWS]
+    for count, graphs in list(backend.graphs.items())[1:]:
         assert list(graphs.verify.graphs) == list(joint_steps(rows))
         for most, graph in graphs.cycles.greedy.graphs.items():
             (accept,) = [call for call in graph.calls if call[0] == "cycle_accept"]

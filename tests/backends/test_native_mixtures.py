@@ -11,6 +11,7 @@ from store_weights import StoreWeights
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import loading
 from edge_dflash.backends.cuda.backend import NativeBackend
+from edge_dflash.backends.cuda.measured import experts_read, force_experts
 from edge_dflash.decode.backend import Asked, Precision
 from edge_dflash.errors import BackendError
 from edge_dflash.model.specs import ExpertsSpec
@@ -64,7 +65,7 @@ def test_every_layer_runs_its_experts_in_every_pass_of_the_target(monkeypatch):
     backend.propose(1)
     assert "experts_sum" not in gpu.launches
     assert backend.shape.varying
-    assert backend.experts_read() == 0
+    assert experts_read(backend) == 0
 
 
 def test_up_and_down_may_have_formats_of_their_own_and_the_experts_of_a_layer_one(monkeypatch):
@@ -92,12 +93,12 @@ def test_experts_are_forced_by_a_table_of_different_ones(monkeypatch):
     gpu = ControlGpu()
     backend = load(monkeypatch, gpu)
     before = backend.graphs
-    backend.force_experts(np.array([[0, 1, 2], [9, 4, 3]], np.int32))
+    force_experts(backend, np.array([[0, 1, 2], [9, 4, 3]], np.int32))
     assert backend.graphs is not before
     for bad in ([[0, 1]], [[0, 1, 1]], [[0, 1, 10]], [[-1, 1, 2]]):
         with pytest.raises(BackendError, match=r"forced experts are not \[positions, 3\] different ones of 10"):
-            backend.force_experts(np.array(bad, np.int32))
-    backend.force_experts(None)
+            force_experts(backend, np.array(bad, np.int32))
+    force_experts(backend, None)
 
 
 def test_a_dense_pair_has_no_experts_to_force(monkeypatch):
@@ -105,7 +106,7 @@ def test_a_dense_pair_has_no_experts_to_force(monkeypatch):
     weights = StoreWeights(random_store(formats_of()), formats_of())
     state = Precision("bfloat16", "fp8")
     backend = NativeBackend(NATIVE_PAIR, weights, state, cubin=lambda unit: b"", max_context=128, prefill_chunk=16)
-    assert backend.experts_read() == 0
+    assert experts_read(backend) == 0
     assert not backend.shape.varying
     with pytest.raises(BackendError, match="has no experts on this backend"):
-        backend.force_experts(np.zeros((1, 1), np.int32))
+        force_experts(backend, np.zeros((1, 1), np.int32))

@@ -14,6 +14,7 @@ from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda.backend import NativeBackend
+from edge_dflash.backends.cuda.measured import profile
 from edge_dflash.backends.cuda.steps import Last, State
 from edge_dflash.backends.cuda.tower_kernels import UNIT as TOWER_UNIT
 from edge_dflash.backends.cuda.tower_kernels import most_patches
@@ -108,7 +109,7 @@ def test_convolutions_and_the_walk_are_our_kernels_in_the_cycles_graph(monkeypat
     shapes = {(context.key, shape[0]) for context in trt.contexts for shape in context.shapes.values()}
     assert {count for key, count in shapes if key.startswith("drafter-")} == {block}
     assert {count for key, count in shapes if key == HEAD} == {rows}
-    calls = [a.key if name == "plan" else name for name, a in backend._cycles.greedy.of(rows).calls]
+    calls = [a.key if name == "plan" else name for name, a in backend.graphs[1].cycles.greedy.of(rows).calls]
     passes, wanted = bundle_units(made, CHUNK).passes, []
     for step in (*passes["propose"], *passes["verify"]):
         if isinstance(step, Run) and step.key != EMBEDDING:
@@ -137,7 +138,9 @@ MIXTURE = ("experts_route", "experts_choose", "experts_up_nvfp4", "experts_down_
 def test_mixtures_are_our_kernels_between_plans_in_the_cycles_graph(monkeypatch, tmp_path):
     check_engines(MIXED, formats_of(pair=MIXED), "sm121")
     backend, _, _ = load(monkeypatch, tmp_path, pair=MIXED)
-    calls = [a.key if name == "plan" else name for name, a in backend._cycles.greedy.of(MIXED.verify_rows).calls]
+    calls = [
+        a.key if name == "plan" else name for name, a in backend.graphs[1].cycles.greedy.of(MIXED.verify_rows).calls
+    ]
     wanted = []
     for step in (*bundle_units(MIXED, CHUNK).passes["propose"], *bundle_units(MIXED, CHUNK).passes["verify"]):
         if isinstance(step, Run) and step.key != EMBEDDING:
@@ -223,7 +226,7 @@ def test_every_context_runs_once_before_anything_is_captured(monkeypatch, tmp_pa
 @pytest.mark.parametrize("which", ["prefill", "verify", "propose"])
 def test_a_graph_holds_embedding_plans_and_state_kernels_in_the_order_of_the_schedule(loaded, which):
     backend, _, _ = loaded
-    graph = getattr(backend.graphs, which)
+    graph = backend.alone.prefill if which == "prefill" else getattr(backend.graphs[1], which)
     calls = (graph.of(1) if which == "verify" else graph).calls
     found = [call.key if name == "plan" else name for name, call in calls]
     wanted = []
@@ -239,18 +242,23 @@ def test_a_graph_holds_embedding_plans_and_state_kernels_in_the_order_of_the_sch
     assert [name for name in found if name in marks] == wanted
 
 
+def graphs_of(backend):
+    """Every graph that is not of the host's walks."""
+    cycles, passes = backend.graphs[1].cycles, backend.graphs[1]
+    by_rows = (passes.verify, cycles.greedy, cycles.sampled, cycles.accept, cycles.choose)
+    every = [graph for each in by_rows for graph in each.graphs.values()]
+    return [backend.alone.prefill, backend.alone.flush, passes.propose, *every]
+
+
 def test_a_cycle_is_one_graph_with_the_plans_of_both_passes(loaded):
     backend, _, _ = loaded
-    keys = [a.key for name, a in backend._cycles.greedy.of(2).calls if name == "plan"]
+    keys = [a.key for name, a in backend.graphs[1].cycles.greedy.of(2).calls if name == "plan"]
     assert keys == [run.key for which in ("propose", "verify") for run in runs_of(which)]
 
 
 def test_no_launch_of_the_native_linears_is_left(loaded):
     backend, _, _ = loaded
-    graphs, cycles = backend.graphs, backend._cycles
-    by_rows = (graphs.verify, cycles.greedy, cycles.sampled, cycles.accept, cycles.choose)
-    every = [graphs.prefill, graphs.propose, *(graph for each in by_rows for graph in each.graphs.values())]
-    names = {n for g in every for n, _ in g.calls}
+    names = {n for g in graphs_of(backend) for n, _ in g.calls}
     assert not any("linear" in name or "argmax" in name for name in names)
     assert backend.loaded.common.buffers.logits.stride == NATIVE_PAIR.target.vocab_size
 
@@ -272,7 +280,7 @@ def test_the_budget_names_the_plans_of_both_models(loaded, tmp_path):
 
 
 def test_a_profile_names_the_plans(loaded):
-    names = [step.name for step in loaded[0].profile()]
+    names = [step.name for step in profile(loaded[0])]
     assert [name for name in names if name.startswith("plan ")] == [
         f"plan {run.key}" for which in ("propose", "verify") for run in runs_of(which)
     ]
@@ -325,9 +333,8 @@ def test_closing_lets_go_of_every_context_and_plan_before_the_device_is_closed(l
     backend, gpu, trt = loaded
     left = [weakref.ref(c) for c in trt.contexts] + [weakref.ref(c.engine) for c in trt.contexts]
     trt.contexts.clear()
-    for graph in (*vars(backend.graphs).values(), *vars(backend._cycles).values()):
-        for one in getattr(graph, "graphs", {0: graph}).values():
-            one.calls.clear()  # the device without kernels remembers what it is given
+    for graph in graphs_of(backend):
+        graph.calls.clear()  # the device without kernels remembers what it is given
     assert all(ref() is not None for ref in left)
     there = []
     close = gpu.close
@@ -348,9 +355,8 @@ def test_what_points_at_another_goes_before_it(monkeypatch, tmp_path, flavour):
         weakref.finalize(each, gone.append, name)
     trt.contexts.clear()
     gpu.close = lambda: gone.append("device")
-    for graph in (*vars(backend.graphs).values(), *vars(backend._cycles).values()):
-        for one in getattr(graph, "graphs", {0: graph}).values():
-            one.calls.clear()
+    for graph in graphs_of(backend):
+        graph.calls.clear()
     del context, held, each
     backend.close()
     order = ["context", *(["config", "cache"] if flavour is TENSORRT_RTX else []), "engine", "runtime", "device"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
+from edge_dflash.backends.cuda.measured import force
 from edge_dflash.checks.bench import Workload
 from edge_dflash.checks.subjects import CUBINS, probe_device, synthetic_subject
 from edge_dflash.decode.backend import Asked, row_steps
@@ -60,7 +61,7 @@ def graphs(backend):
     """Seconds and device bytes of one more set of the cycles' graphs."""
     backend.gpu.synchronize()
     before, start = backend.gpu.free_bytes()[0], time.perf_counter()
-    kept = backend._capture.cycles()
+    kept = backend.graphs[1].capture.cycles()
     backend.gpu.synchronize()
     taken = time.perf_counter() - start, before - backend.gpu.free_bytes()[0]
     return {"seconds": taken[0], "bytes": taken[1], "graphs": 2 + len(kept.greedy.graphs) + len(kept.sampled.graphs)}
@@ -88,7 +89,7 @@ def bench(name, kind, cubin, tokens):
         row["measure_s"] = time.perf_counter() - start
         room = min(tokens, backend.shape.usable_context - len(prompt))
         for share in PROFILES:
-            backend.force(pattern(share, most, Random(1)))
+            force(backend, pattern(share, most, Random(1)))
             fixed = {}
             for k in (rows - 1 for rows in row_steps(most + 1)):
                 fixed[k] = speed(Planner(backend, None, drafts=k), prompt, room)[0]
@@ -103,7 +104,7 @@ def bench(name, kind, cubin, tokens):
                 "drafts": [(each[1].usual, round(each[1].mean, 2)) for each in found],
                 "of_best": [each[0] / max(fixed.values()) for each in found],
             }
-        backend.force(None)
+        force(backend, None)
         return row
 
 

@@ -17,6 +17,7 @@ from statistics import median
 import numpy as np
 
 from edge_dflash.backends.cuda.backend import NativeBackend
+from edge_dflash.backends.cuda.measured import force
 from edge_dflash.checks.footprint import Costs, Traffic
 from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair
 from edge_dflash.checks.subjects import CUBINS, probe_device
@@ -110,7 +111,7 @@ def bench(name, kind, cubin, counts, context, bandwidth):
     for lanes in counts:
         backend, costs, seconds = load(name, kind, lanes, cubin, context)
         with_lanes = {"pair": name, "weights": kind, "lanes": lanes, "load_s": seconds, "budget": dict(backend.budget)}
-        backend.force([ACCEPT - 1])
+        force(backend, [ACCEPT - 1])
         try:
             ms = {}
             for label, drafts, sampling in (

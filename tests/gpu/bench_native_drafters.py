@@ -14,6 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(Path(__file__).p
 from native_backend_support import ENGINE, device_cubin  # noqa: E402
 
 from edge_dflash.backends.cuda.backend import NativeBackend  # noqa: E402
+from edge_dflash.backends.cuda.measured import force, profile  # noqa: E402
 from edge_dflash.backends.cuda.steps import Convolve, Draft  # noqa: E402
 from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair  # noqa: E402
 from edge_dflash.decode.backend import Asked  # noqa: E402
@@ -43,13 +44,13 @@ def measure(name):
     backend = NativeBackend(pair, weights, ENGINE, cubin=device_cubin, max_context=1024, prefill_chunk=512)
     shape, row = backend.loaded.common.layout.walk, {"pair": name}
     row["codebook_bytes"] = shape.rows * 2 * shape.rank * (1 + shape.top)  # a step reads its predecessor and candidates
-    steps = backend.profile()
+    steps = profile(backend)
     row["conv_us"] = sum(s.seconds for s in steps if s.name == Convolve.__name__) * 1e6
     for mode, sampling in SAMPLINGS.items():
         row[mode], row[f"{mode}_verify"] = (one * 1e6 for one in times(backend, sampling))
     planned = backend.loaded.passes["propose"].schedule.steps
     planned[:] = [step for step in planned if not isinstance(step, Draft)]
-    backend._cycles = backend._capture.cycles()
+    force(backend, None)  # captures them again
     row["without"] = times(backend, GREEDY)[0] * 1e6
     backend.close()
     return row

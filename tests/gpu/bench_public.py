@@ -22,6 +22,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from edge_dflash.backends.cuda.measured import force
 from edge_dflash.checks.bench import Device, Workload, decode_all, fitted
 from edge_dflash.checks.forcing import accept_pattern
 from edge_dflash.checks.measure import ROUNDS, Meter, decoded, host_cycle, on_device
@@ -50,7 +51,7 @@ def measure(subject, device, work):
     planner, accept = subject.planner, work.accept_length
     work = fitted(work, planner.backend, say)
     if accept is not None:
-        on_device(planner.backend).force(accept_pattern(accept, planner.shape.block_size))
+        force(on_device(planner.backend), accept_pattern(accept, planner.shape.block_size))
     meter = Meter(planner, subject.costs, device.bandwidth)
     decodings, formed = decode_all(meter, subject, work)
     sample = ClockSample()

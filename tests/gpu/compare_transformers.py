@@ -19,6 +19,7 @@ from cuda.bindings import driver
 from transformers_pair import Transformers
 
 from edge_dflash.backends.cuda.linear import LinearWeights
+from edge_dflash.backends.cuda.measured import force
 from edge_dflash.checks.forcing import accept_pattern
 from edge_dflash.checks.measure import Meter
 from edge_dflash.checks.provenance import describe
@@ -126,7 +127,7 @@ def ours(hf, pair, prompt, pattern, tokens, most, folder):
         meter.decode([prompt], 32)
         plain, plans = meter.decode([prompt], tokens, speculative=False)
         same["equal_plain_prefix"] = prefix(plans[0].tokens, hf.text)
-        backend.force(pattern)
+        force(backend, pattern)
         speculative, _ = meter.decode([prompt], 1 + tokens * (sum(pattern) + len(pattern)) // len(pattern))
         cycle = meter.device_cycle(prompt)
         return plain, speculative, cycle, same

@@ -11,6 +11,7 @@ from fakes import Stepped
 from golden_pairs import same_bits
 from native_backend_support import ENGINE, WIDE_KV, Nearness, native, prompt
 
+from edge_dflash.backends.cuda.measured import force, profile
 from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.checks.asking import ByTurns
 from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
@@ -404,7 +405,7 @@ def test_a_forced_pattern_accepts_as_told():
     backend = native("demo")
     backend.reset()
     anchor = backend.prefill(prompt("demo", 20)).argmax()[0]
-    backend.force([3, 0, 15])
+    force(backend, [3, 0, 15])
     try:
         found = []
         for _ in range(6):
@@ -413,7 +414,7 @@ def test_a_forced_pattern_accepts_as_told():
             found.append(cycle.accepted)
             anchor = cycle.tokens[-1]
     finally:
-        backend.force(None)
+        force(backend, None)
     assert sorted(found) == [0, 0, 3, 3, 15, 15]
     assert backend.length() == 20 + 6 + 36
 
@@ -422,7 +423,7 @@ def test_the_profile_names_every_step_of_a_cycle():
     backend = native("demo", "nvfp4", ENGINE)
     backend.reset()
     backend.prefill(prompt("demo", 20))
-    times = backend.profile()
+    times = profile(backend)
     assert sum("lm_head" in t.name for t in times) == 2
     assert sum("GatedDelta" in t.name for t in times) == 6
     assert all(t.seconds >= 0 for t in times)

@@ -114,7 +114,7 @@ def host_rows(backend, name, kind, anchor):
     _, held, _ = pair(name, kind)
     frame = backend.loaded.passes["propose"]
     step, first = frame.schedule.steps[-1], backend.loaded.common.layout.first_draft
-    rows = NativeRows(backend, backend.shape.drafts, first, backend._host.drafts)
+    rows = NativeRows(backend, backend.shape.drafts, first, backend.host.drafts)
     matrix = frame._matrix(step.reads[0]).behind(first)
     columns = frame.schedule.widths[step.reads[0]]
     bits = backend.gpu.read(matrix.pointer.at(0, 2 * matrix.stride * len(rows)), (len(rows), matrix.stride), np.uint16)

@@ -12,6 +12,7 @@ from native_backend_support import native, prompt
 from test_native_drafters import native as walking
 
 from edge_dflash.backends.cuda.driver import Graph
+from edge_dflash.backends.cuda.measured import force
 from edge_dflash.decode.backend import Asked, Cycle
 from edge_dflash.decode.sampling import Sampling, choose, pack, token_logprobs
 from edge_dflash.errors import RequestError
@@ -240,9 +241,9 @@ def test_requests_of_random_mixes_have_the_bits_that_they_have_alone(name, monke
     monkeypatch.setattr(Graph, "launch", lambda graph: launched.update([graph]) or launch(graph))
     for seed in range(MIXES):
         Mix(name, seed).run()
-    joint = Mix(name, 0).backend.joint
-    assert max(joint) == LANES, "the linears take too few rows"
-    for graphs in joint.values():
+    by_slots = Mix(name, 0).backend.graphs
+    assert max(by_slots) == LANES, "the linears take too few rows"
+    for graphs in (graphs for slots, graphs in by_slots.items() if slots > 1):
         kinds = {
             "greedy": graphs.cycles.greedy, "sampled": graphs.cycles.sampled, "verify": graphs.verify,
             "accept": graphs.cycles.accept, "choose": graphs.cycles.choose,
@@ -285,7 +286,7 @@ def test_forced_patterns_are_counted_in_each_lane():
     _, backend = greedy("demo")
     most = backend.shape.drafts
     pattern = [0, most, 1, 2, most]
-    backend.force(pattern)
+    force(backend, pattern)
     try:
         for lane in range(LANES):
             backend.reset(lane)
@@ -299,7 +300,7 @@ def test_forced_patterns_are_counted_in_each_lane():
                 backend.commit(len(cycle.tokens), lane)
         assert accepted in [pattern[at:] + pattern[:at] for at in range(len(pattern))]  # cycles of before count, too
     finally:
-        backend.force(None)
+        force(backend, None)
 
 
 def test_nothing_is_allocated_by_lanes():

@@ -184,7 +184,7 @@ def test_a_window_is_counted_in_what_a_cycle_reads():
 def launched_masks(backend):
     """(bidirectional, window) that the attention kernels of a propose pass are launched with, layer by layer."""
     calls = [
-        call for name, call in backend.graphs.propose.calls if re.match(r"attend_(fp8|bf16)_d|attend_wide_s", name)
+        call for name, call in backend.graphs[1].propose.calls if re.match(r"attend_(fp8|bf16)_d|attend_wide_s", name)
     ]
     return [DrafterLayerMask(bool(call[16] & 1), call[15] or None) for call in calls]  # flags, window
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from edge_dflash.backends.cuda.cycling import Cycling
+from edge_dflash.backends.cuda.cycle import DeviceCycle
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.eyes import Eyes
-from edge_dflash.backends.cuda.graphs import Capture, HostBuffers, JointGraphs
+from edge_dflash.backends.cuda.graphs import Alone, Capture, Graphs, HostBuffers
 from edge_dflash.backends.cuda.launches import Launches
 from edge_dflash.backends.cuda.loading import Dense, load
-from edge_dflash.backends.cuda.measured import Measured
 from edge_dflash.backends.cuda.memory import ControlBlock
 from edge_dflash.backends.cuda.rows import HostWalk, NativeRows, WalkedRows
 from edge_dflash.backends.cuda.sample import Chooser
@@ -24,8 +23,11 @@ from edge_dflash.backends.cuda.small import SlotWords
 from edge_dflash.backends.cuda.states import Lane, Sizes, copy_states, read_states, write_states
 from edge_dflash.backends.cuda.warming import warm_up
 from edge_dflash.backends.cuda.weights import NativeWeights
+from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.decode.backend import (
     Asked,
+    Cycle,
+    Outcome,
     PairShape,
     Precision,
     Snapshot,
@@ -33,14 +35,18 @@ from edge_dflash.decode.backend import (
     lane_steps,
     no_drafter,
 )
+from edge_dflash.decode.controls import Interrupted
 from edge_dflash.decode.pictured import Picture, Seen, Sight
-from edge_dflash.errors import BackendError
+from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
 
 
-class NativeBackend(Cycling, Measured):
-    """A pair on a GPU. See :class:`edge_dflash.decode.backend.Backend`; :meth:`cycle` is its fast path."""
+class NativeBackend:
+    """A pair on a GPU. See :class:`edge_dflash.decode.backend.Backend`; :meth:`cycles` is its fast path.
+
+    ``graphs`` are by the slots of a pass; by the number ``passes``, rows notice that they were replaced.
+    """
 
     def __init__(
         self,
@@ -73,17 +79,16 @@ class NativeBackend(Cycling, Measured):
         try:
             self.loaded = load(self.gpu, layout, dense, weights, cubin)
             self._eyes = Eyes(self.gpu, self.loaded)
-            self._host, buffers = HostBuffers(self.gpu, self.loaded), self.loaded.common.buffers
+            self.host, buffers = HostBuffers(self.gpu, self.loaded), self.loaded.common.buffers
             sampler, walker = self.loaded.common.kernels.sampler, self.loaded.common.kernels.walker
             self.chooser = Chooser(self.gpu, sampler, buffers.sampling, buffers.logits, sizes.of_pass("propose"))
-            captured = self.gpu, self.loaded, self._host, self.chooser, spec.mask_token_id or 0
-            self._capture = Capture(*captured)
-            self.graphs = self._capture.passes()
-            self._cycles = self._own_cycles = self._capture.cycles()
-            self._joint = {count: JointGraphs(Capture(*captured, count)) for count in widths[1:]}
-            self._slots = Slots(self.loaded.common.kernels.cycle, buffers.control, widths[-1])
+            captured = self.gpu, self.loaded, self.host, self.chooser, spec.mask_token_id or 0
+            captures = [Capture(*captured, count) for count in widths]
+            self.graphs: Mapping[int, Graphs] = {each.slots: Graphs.of(each) for each in captures}
+            self.alone = Alone.of(captures[0])
+            self.slots = Slots(self.loaded.common.kernels.cycle, buffers.control, widths[-1])
             self._walk = HostWalk(self.gpu, walker, self.chooser, buffers, layout.first_draft) if walker else None
-            self.passes = 0  # counter, by which rows notice that they were replaced
+            self.passes = 0
             self._lanes = [Lane() for _ in range(self._shape.lanes)]
             for lane in range(lanes):
                 self._eyes.shift(lane, 0, 0)
@@ -92,10 +97,6 @@ class NativeBackend(Cycling, Measured):
         except BaseException:
             self.close()
             raise
-
-    @property
-    def _whole_backend(self) -> NativeBackend:
-        return self
 
     @property
     def shape(self) -> PairShape:
@@ -107,14 +108,9 @@ class NativeBackend(Cycling, Measured):
         """Bytes of device memory by purpose."""
         return dict(self.loaded.memory.bytes)
 
-    @property
-    def joint(self) -> Mapping[int, JointGraphs]:
-        """Graphs of several lanes together, by their number."""
-        return self._joint
-
     def length(self, lane: int = 0) -> int:
         """Number of committed rows."""
-        return self._lane(lane).wanted.length
+        return self.lane(lane).wanted.length
 
     def reset(self, lane: int = 0) -> None:
         """Forget the sequence."""
@@ -133,7 +129,7 @@ class NativeBackend(Cycling, Measured):
         length, most = self.length(lane), self._shape.max_context
         if not ids or length + len(ids) > most:
             raise BackendError(f"cannot prefill {len(ids)} tokens at {length}: the context holds {most} tokens")
-        self._check_ids(ids)
+        self.check_ids(ids)
         at, chunk = self._begin(lane), self._shape.prefill_chunk
         if sight is not None:
             self._eyes.place(lane, length, sight)
@@ -141,44 +137,80 @@ class NativeBackend(Cycling, Measured):
         for first in range(0, len(ids), chunk):
             part = ids[first : first + chunk]
             self.gpu.synchronize()  # the chunk before has read its ids
-            self._host.ids[: len(part)] = part
+            self.host.ids[: len(part)] = part
             if sight is not None:
-                self._eyes.fill(self._host.ids[: len(part)], first, sight)
+                self._eyes.fill(self.host.ids[: len(part)], first, sight)
             self._put(lane, rows=len(part))
-            self.graphs.prefill.launch()
+            self.alone.prefill.launch()
             self._left(lane, ControlBlock(at.wanted.length + len(part), 0, at.wanted.anchor))
-        return NativeRows(self, 1, 0, self._host.choices)
+        return NativeRows(self, 1, 0, self.host.choices)
 
     def propose(self, anchor: int, lane: int = 0) -> NativeRows:
         """One drafter pass; row i is the draft for position length + 1 + i. Drops an open verify."""
         if not self._shape.drafts:
             raise no_drafter()
-        self._begin_at(anchor, lane, self._shape.verify_rows)
-        self.graphs.propose.launch()
-        return self._proposed(0)
+        self.begin_at(anchor, lane, self._shape.verify_rows)
+        self.graphs[1].propose.launch()
+        return self.proposed(0)
 
-    def _proposed(self, slot: int) -> NativeRows:
+    def proposed(self, slot: int) -> NativeRows:
         """Drafts in a slot of the propose pass that was launched."""
         first, block = self.loaded.common.layout.first_draft, self.loaded.common.layout.sizes.of_pass("propose")
         if self._walk is not None:
-            return WalkedRows(self, self._walk, first, self._host.drafts, slot)
-        return NativeRows(self, self._shape.drafts, first, self._host.drafts, slot, block)
+            return WalkedRows(self, self._walk, first, self.host.drafts, slot)
+        return NativeRows(self, self._shape.drafts, first, self.host.drafts, slot, block)
 
     def verify(self, ids: Sequence[int], lane: int = 0) -> NativeRows:
         """Run rows at length, length + 1, ... without committing them."""
         if not 1 <= len(ids) <= self._shape.verify_rows:
             raise BackendError(f"verify takes 1 to {self._shape.verify_rows} rows, not {len(ids)}")
-        self._check_ids(ids)
+        self.check_ids(ids)
         self._check_room(lane, len(ids))
         at = self._begin(lane)
         self.gpu.synchronize()
-        self._host.ids[: len(ids)] = ids
-        self._host.ids[len(ids) : self.graphs.verify.most(len(ids))] = ids[-1]
+        self.host.ids[: len(ids)] = ids
+        self.host.ids[len(ids) : self.graphs[1].verify.most(len(ids))] = ids[-1]
         self._put(lane)
-        self.graphs.verify.of(len(ids)).launch()
+        self.graphs[1].verify.of(len(ids)).launch()
         self._left(lane, ControlBlock(at.wanted.length, 0, at.wanted.anchor))  # pending rows were replayed
         at.verified = len(ids)
-        return NativeRows(self, len(ids), 0, self._host.choices)
+        return NativeRows(self, len(ids), 0, self.host.choices)
+
+    def cycle(self, asked: Asked) -> Cycle:
+        """See Backend."""
+        (outcome,) = self.cycles([asked])
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def cycles(self, asked: Sequence[Asked]) -> list[Outcome]:
+        """See Backend. Those of relaxed acceptance are the host's, one by one."""
+        if len({one.lane for one in asked}) < len(asked):
+            raise BackendError(f"lanes {[one.lane for one in asked]} are asked for together; each can be once")
+        for one in asked:
+            self.check_ids([one.anchor])
+            self._check_room(one.lane, self._shape.verify_rows if one.drafting else 1)
+        widest, tolerant = max(self.graphs), [one.steering is not None and one.steering.tolerant for one in asked]
+        joint = [i for i, alone in enumerate(tolerant) if not alone]
+        parts = [joint[first : first + widest] for first in range(0, len(joint), widest)]
+        parts += [[i] for i, alone in enumerate(tolerant) if alone]
+        found: dict[int, Outcome] = {}
+        for number, part in enumerate(parts, 1):
+            some = (
+                self._tolerant(asked[part[0]])
+                if tolerant[part[0]]
+                else DeviceCycle(self, [asked[i] for i in part]).run()
+            )
+            found |= zip(part, some if number == len(parts) else [_kept(one) for one in some], strict=True)
+        return [found[i] for i in range(len(asked))]
+
+    def _tolerant(self, asked: Asked) -> list[Outcome]:
+        """A cycle whose drafts may stand beside other choices."""
+        try:
+            return [host_cycle(self, asked)]
+        except (Interrupted, RequestError) as error:
+            self.lane(asked.lane).verified = None  # nothing of it can be committed
+            return [error]
 
     def copy(self, source: int, target: int) -> None:
         """Copies on the device; see Backend."""
@@ -192,7 +224,7 @@ class NativeBackend(Cycling, Measured):
 
     def commit(self, rows: int, lane: int = 0) -> None:
         """Make the first ``rows`` rows of the last verify or cycle real."""
-        at = self._lane(lane)
+        at = self.lane(lane)
         if at.verified is None or not 0 <= rows <= at.verified:
             state = "no verify is open" if at.verified is None else f"the last verify had {at.verified} rows"
             raise BackendError(f"cannot commit {rows} rows: {state}")
@@ -204,7 +236,7 @@ class NativeBackend(Cycling, Measured):
         at = self._begin(lane)
         if at.wanted.pending:
             self._put(lane)
-            self.graphs.flush.launch()
+            self.alone.flush.launch()
             self._left(lane, ControlBlock(at.wanted.length, 0, at.wanted.anchor))
         self.gpu.synchronize()
 
@@ -235,28 +267,29 @@ class NativeBackend(Cycling, Measured):
             raise BackendError("these rows were replaced by a later pass; read them before it")
         self.gpu.enter()
 
-    def _lane(self, lane: int) -> Lane:
+    def lane(self, lane: int) -> Lane:
+        """The host's side of a lane."""
         check_lane(self._shape, lane)
         return self._lanes[lane]
 
     def _begin(self, lane: int) -> Lane:
         """A new pass of a lane: what lay open there is dropped."""
-        at = self._lane(lane)
+        at = self.lane(lane)
         self.gpu.enter()
         self.passes += 1
         at.verified = None
         return at
 
-    def _begin_at(self, anchor: int, lane: int, rows: int) -> Lane:
+    def begin_at(self, anchor: int, lane: int, rows: int) -> Lane:
         """A new pass that drafts from ``anchor``, with room for ``rows``."""
-        self._check_ids([anchor])
+        self.check_ids([anchor])
         self._check_room(lane, rows)
         at = self._begin(lane)
         at.wanted = ControlBlock(at.wanted.length, at.wanted.pending, anchor)
         self._put(lane)
         return at
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
+    def check_ids(self, ids: Sequence[int]) -> None:
         """Raise BackendError for an id that no row of the embedding belongs to."""
         for token in (min(ids), max(ids)):
             if not 0 <= token < self._shape.vocab_size:
@@ -268,22 +301,25 @@ class NativeBackend(Cycling, Measured):
         if length + rows > most:
             raise BackendError(f"rows {length}..{length + rows - 1} do not fit the context of {most} tokens")
 
-    def _check_cycle(self, asked: Asked) -> None:
-        """Raise BackendError for a cycle that cannot be run."""
-        self._check_ids([asked.anchor])
-        self._check_room(asked.lane, self._shape.verify_rows if asked.drafting else 1)
-
     def _put(self, lane: int, rows: int = 0) -> None:
         """Let the next pass of one slot work on a lane; ``rows``: of a prefill."""
-        self._slots.put([SlotWords(lane, self._lanes[lane].wanted, rows)])
+        self.slots.put([SlotWords(lane, self._lanes[lane].wanted, rows)])
 
     def _become(self, lane: int, at: Lane) -> None:
         """What the host has of a lane, whose state was replaced."""
         self._lanes[lane] = at
-        self._slots.drop(lane)
+        self.slots.drop(lane)
         self._eyes.shift(lane, at.wanted.length, at.delta)
 
     def _left(self, lane: int, words: ControlBlock) -> None:
         """What the pass that was just launched leaves of a lane."""
         self._lanes[lane].wanted = words
-        self._slots.left(0, lane, words)
+        self.slots.left(0, lane, words)
+
+
+def _kept(outcome: Outcome) -> Outcome:
+    """A cycle whose logits stay when another pass follows."""
+    if not isinstance(outcome, Cycle) or outcome.logits is None:
+        return outcome
+    logits, logprobs = outcome.logits(), outcome.logprobs() if outcome.logprobs else []
+    return replace(outcome, logits=lambda: logits, logprobs=lambda: logprobs)

@@ -7,7 +7,7 @@ all for each of a few numbers of slots. Captured at load, never again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -80,16 +80,6 @@ class ByRows:
 
 
 @dataclass(frozen=True)
-class Graphs:
-    """The passes of a cycle, and what lies around them."""
-
-    propose: Graph  # anchor in the control block -> drafts, logits
-    verify: ByRows  # ids on the host -> choices, logits
-    prefill: Graph  # ids on the host, ROWS of them -> choice of the last row, logits
-    flush: Graph  # pending rows into the recurrent states
-
-
-@dataclass(frozen=True)
 class Cycles:
     """How a cycle ends on the device: accepted, committed, and its result read back."""
 
@@ -118,11 +108,6 @@ class Capture:
             self._propose = self._propose.narrow(self._block, slots)
         narrowed = [verify.narrow(rows, slots) for rows in (row_steps if slots == 1 else joint_steps)(self._rows)]
         self._verifies = {each.rows // slots: each for each in narrowed}
-
-    def passes(self) -> Graphs:
-        """Capture the passes of one slot."""
-        capture = self._gpu.capture
-        return Graphs(capture(self.propose), self.verifies(), capture(self.prefill), capture(self.flush))
 
     def record(self, enqueue: Callable[[], None]) -> Graph:
         """The graph of what ``enqueue`` enqueues."""
@@ -215,16 +200,39 @@ class Capture:
         self._kernels.small.replayed(self._control)
 
 
-class JointGraphs:
-    """The graphs of cycles that several slots run together."""
+@dataclass(frozen=True)
+class Graphs:
+    """The graphs of a number of slots."""
 
-    def __init__(self, capture: Capture) -> None:
-        self.capture = capture
-        self.make()
+    capture: Capture
+    propose: Graph  # anchors in the control blocks -> drafts, logits
+    verify: ByRows  # ids on the host -> choices, logits
+    cycles: Cycles
+    forced: bool = False  # whether ``cycles`` follow a pattern, not the choices
 
-    def make(self) -> None:
+    @classmethod
+    def of(cls, capture: Capture) -> Graphs:
         """Capture all of them."""
-        capture = self.capture
-        self.propose = capture.record(capture.propose)
-        self.verify = capture.verifies()
-        self.cycles = self.own = capture.cycles()  # own: without a pattern
+        return cls(capture, capture.record(capture.propose), capture.verifies(), capture.cycles())
+
+    def following(self, pattern: DevicePointer) -> Graphs:
+        """The same with cycles captured anew, for a ``pattern`` or NULL."""
+        return replace(self, cycles=self.capture.cycles(pattern), forced=pattern != NULL)
+
+    @property
+    def slots(self) -> int:
+        """Lanes that one pass takes."""
+        return self.capture.slots
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The graphs that run on one slot alone."""
+
+    prefill: Graph  # ids on the host, ROWS of them -> choice of the last row, logits
+    flush: Graph  # pending rows into the recurrent states
+
+    @classmethod
+    def of(cls, capture: Capture) -> Alone:
+        """Capture both."""
+        return cls(capture.record(capture.prefill), capture.record(capture.flush))

@@ -19,7 +19,7 @@ def warm_up(backend: NativeBackend) -> None:
         backend.prefill([0])
         if shape.drafts:
             choose(backend.propose(0), Sampling(1.0), 0)
-        for rows in backend.graphs.verify.graphs:
+        for rows in backend.graphs[1].verify.graphs:
             backend.verify([0] * rows)
             backend.cycle(Asked(0, drafts=rows - 1))
             backend.cycle(Asked(0, Sampling(1.0, top_k=1), drafts=rows - 1))
@@ -27,8 +27,8 @@ def warm_up(backend: NativeBackend) -> None:
         backend.commit(1)
         backend.flush()
         choose(backend.verify([0]), Sampling(1.0), 0)
-        for slots, graphs in backend.joint.items():
-            for rows in graphs.verify.graphs:
+        for slots, graphs in backend.graphs.items():
+            for rows in graphs.verify.graphs if slots > 1 else ():
                 _together(backend, slots, rows - 1)
     for lane in range(shape.lanes):
         backend.reset(lane)

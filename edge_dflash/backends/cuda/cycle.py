@@ -1,0 +1,188 @@
+"""The cycle on the device: propose, verify, accept and commit, of one lane or of several in the slots of each pass.
+
+One graph does it all where logits and sampling alone decide. Where a lane is steered, or none drafts, the passes are
+separate, and the host decides between them; the device still accepts and commits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from edge_dflash.backends.cuda.memory import ControlBlock
+from edge_dflash.backends.cuda.rows import NativeRows
+from edge_dflash.backends.cuda.slots import IDLE
+from edge_dflash.backends.cuda.small import Result, SlotWords
+from edge_dflash.backends.cuda.states import Lane
+from edge_dflash.decode.backend import Asked, Confident, Cycle, Outcome
+from edge_dflash.decode.controls import Interrupted
+from edge_dflash.decode.sampling import GREEDY, Packed, choose
+from edge_dflash.decode.walk import confident
+from edge_dflash.errors import RequestError
+
+if TYPE_CHECKING:
+    from edge_dflash.backends.cuda.backend import NativeBackend
+
+
+@dataclass
+class _Turn:
+    """One lane of the cycle, in its slot."""
+
+    asked: Asked
+    at: Lane
+    slot: int
+    position: int  # of its first draft
+    drafts: list[int] = field(default_factory=list)  # decided by the host
+    error: BaseException | None = None  # that ended it
+
+
+class DeviceCycle:
+    """One cycle of lanes that fit into a pass."""
+
+    def __init__(self, backend: NativeBackend, asked: Sequence[Asked]) -> None:
+        self._backend, self._host, self._chooser = backend, backend.host, backend.chooser
+        self._graphs = backend.graphs[min(slots for slots in backend.graphs if slots >= len(asked))]
+        lanes = [one.lane for one in asked]
+        self._slots = backend.slots.arrange(lanes, self._graphs.slots)  # lane of each; below 0: idle
+        self._turns = [
+            _Turn(one, at := backend.lane(one.lane), self._slots.index(one.lane), at.wanted.length + 1) for one in asked
+        ]
+        self._drafting = backend.shape.drafts > 0 and any(one.drafting for one in asked)
+
+    def run(self) -> list[Outcome]:
+        """What each lane found, or Interrupted or RequestError of its steering. Nothing of those is to be committed."""
+        self._open()
+        if self._drafting and all(turn.asked.steering is None for turn in self._turns):
+            return self._whole()
+        began = time.perf_counter()
+        if self._drafting:
+            self._propose()
+        proposed = time.perf_counter()
+        if any(turn.error is None for turn in self._turns):
+            rows = self._verify()
+            self._choose(rows)  # while it runs
+        if all(turn.error is not None for turn in self._turns):
+            return [turn.error for turn in self._turns if turn.error is not None]
+        results = self._accept(rows)
+        verify_seconds, found = time.perf_counter() - proposed, list[Outcome]()
+        for turn in self._turns:
+            spent = proposed - began if turn.asked.drafting and self._drafting else 0.0
+            timed = replace(results[turn.slot], propose_seconds=spent, verify_seconds=verify_seconds)
+            found.append(turn.error or self._found(turn, timed, len(turn.drafts), rows))
+        return found
+
+    def _open(self) -> None:
+        """A new pass of these lanes: what lay open there is dropped."""
+        self._backend.gpu.enter()
+        self._backend.passes += 1
+        words = [IDLE] * len(self._slots)
+        for turn in self._turns:
+            at = turn.at
+            anchor = turn.asked.anchor if self._drafting else at.wanted.anchor  # what the drafter reads
+            at.verified, at.wanted = None, ControlBlock(at.wanted.length, at.wanted.pending, anchor)
+            words[turn.slot] = SlotWords(turn.asked.lane, at.wanted)
+        self._backend.slots.put(words)
+
+    def _whole(self) -> list[Outcome]:
+        """All in one graph; where one lane is sampled or wants logits, all choose by their settings."""
+        most, count = self._backend.shape.drafts, self._graphs.slots
+        counts, samplings = [(1, 0.0)] * count, [GREEDY] * count
+        for turn in self._turns:
+            asked = turn.asked
+            counts[turn.slot] = (1 + min(most if asked.drafts is None else asked.drafts, most), asked.threshold)
+            samplings[turn.slot] = asked.sampling
+        by_rows = self._graphs.cycles.greedy
+        if any(turn.asked.sampling.temperature > 0.0 or turn.asked.logits for turn in self._turns):
+            self._chooser.prepare(*samplings)
+            by_rows = self._graphs.cycles.sampled
+        self._host.count(*counts)
+        self._forget()
+        rows = max(rows for rows, _ in counts)
+        by_rows.of(rows).launch()
+        results, found = self._host.read(by_rows.most(rows), count), list[Outcome]()
+        for turn in self._turns:
+            result = results[turn.slot]
+            if not turn.asked.drafting:
+                result = replace(result, propose_seconds=0.0)
+            found.append(self._found(turn, result, result.counted, by_rows.most(rows)))
+        return found
+
+    def _propose(self) -> None:
+        """The drafter's pass, and each lane's drafts."""
+        self._graphs.propose.launch()
+        for turn in self._turns:
+            asked, steering = turn.asked, turn.asked.steering
+            if not asked.drafting:
+                continue
+            rows = self._backend.proposed(turn.slot)
+            try:
+                sampling, position = asked.sampling, turn.position
+                drafts = choose(rows, sampling, position) if steering is None else steering.drafts(rows, position)
+                if asked.threshold and isinstance(rows, Confident):
+                    drafts = drafts[: confident(rows.confidence(), asked.threshold)]
+                turn.drafts = drafts[: asked.drafts]
+            except (Interrupted, RequestError) as error:
+                turn.error = error
+
+    def _verify(self) -> int:
+        """Enqueue the target's pass over anchor and drafts of each slot, the last id again up to the rows returned."""
+        backend, verify, slots = self._backend, self._graphs.verify, self._graphs.slots
+        rows = verify.most(1 + max(len(turn.drafts) for turn in self._turns))
+        backend.passes += 1
+        backend.gpu.synchronize()
+        ids = self._host.ids[: slots * rows].reshape(-1, rows)
+        ids[:] = 0
+        for turn in self._turns:
+            own = [turn.asked.anchor, *turn.drafts]
+            backend.check_ids(own)
+            ids[turn.slot] = own + own[-1:] * (rows - len(own))
+        verify.of(rows).launch()
+        for turn in self._turns:  # pending rows were replayed
+            turn.at.wanted = ControlBlock(turn.at.wanted.length, 0, turn.at.wanted.anchor)
+            backend.slots.left(turn.slot, turn.asked.lane, turn.at.wanted)
+        return rows
+
+    def _choose(self, rows: int) -> None:
+        """Tell the device how each lane's rows choose; of idle slots, and of lanes that were ended, nothing counts."""
+        self._free = True  # whether the largest logits are the choices
+        for slot in range(len(self._slots)):
+            if self._slots[slot] < 0:
+                self._chooser.write(GREEDY, 0, [], slot=slot)
+        for turn in self._turns:
+            masks: Sequence[Packed | None] = [None] * (len(turn.drafts) + 1)
+            if turn.asked.steering is not None and turn.error is None:
+                try:
+                    masks = turn.asked.steering.masks(turn.drafts)
+                except (Interrupted, RequestError) as error:
+                    turn.error, masks = error, [None]
+            self._chooser.write(turn.asked.sampling, turn.position, masks, slot=turn.slot)
+            self._free &= turn.asked.sampling.temperature == 0.0 and all(mask is None for mask in masks)
+
+    def _accept(self, rows: int) -> list[Result]:
+        """Accept and commit on the device; what each slot found."""
+        cycles = self._graphs.cycles
+        self._forget()
+        (cycles.accept if self._free else cycles.choose).of(rows).launch()
+        return self._host.read(rows, self._graphs.slots)
+
+    def _forget(self) -> None:
+        """Nothing is known of the slots' control blocks, until it is known what the device committed."""
+        self._backend.slots.forget(turn.slot for turn in self._turns)
+
+    def _found(self, turn: _Turn, result: Result, drafts: int, rows: int) -> Cycle:
+        """Note what the device has committed of a lane; it is real when the backend's ``commit`` has said so."""
+        tokens, lane = result.choices[: result.accepted + 1], turn.at
+        if self._graphs.forced and turn.drafts:  # a grammar goes on behind the drafts that stand
+            tokens = (*turn.drafts[: result.accepted], tokens[-1])
+        lane.wanted = ControlBlock(lane.wanted.length, 0, lane.wanted.anchor)
+        left = ControlBlock(lane.wanted.length + len(tokens), len(tokens), tokens[-1])
+        self._backend.slots.left(turn.slot, turn.asked.lane, left)
+        lane.verified = len(tokens)
+        found = Cycle(tokens, result.accepted, drafts, result.propose_seconds, result.verify_seconds)
+        if not turn.asked.logits:
+            return found
+        own = NativeRows(self._backend, len(tokens), 0, self._host.choices, turn.slot, rows)
+        return replace(found, logits=own.logits, logprobs=partial(own.logprobs, tokens))
