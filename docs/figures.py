@@ -149,13 +149,9 @@ def linears() -> str:
 
 def tower() -> str:
     """A frame's tower on a T5000."""
-    found, arch = inspected("agx-thor"), find_arch("sm110")
+    found = inspected("agx-thor")
     assert found.tower is not None
-    attention = 1e3 * found.tower.attention / arch.attend.per_second(found.board.chip)
-    return (
-        f"{found.tower.operations / 1e12:.2f} TFLOP) of the 27B's tower takes {frame(found):.0f} ms on a Thor, "
-        f"{attention:.0f} of them attention"
-    )
+    return f"{found.tower.operations / 1e12:.2f} TFLOP) of the 27B's tower takes {frame(found):.0f} ms on a Thor"
 
 
 FIGURES: dict[str, Callable[[], str]] = {

@@ -27,8 +27,7 @@ class TowerCosts:
     patches: int  # of the picture
     tokens: int  # rows of the language model
     operations: int  # multiplications and additions of the linears and of attention
-    attention: int  # those of attention alone
-    milliseconds: float | None  # linears at the rate of prompts, attention at its own; None where they are not known
+    milliseconds: float | None  # at the rate of the tower; None where that is not known
 
     def to_json(self) -> dict[str, Any]:
         """One object with stable keys."""
@@ -40,18 +39,14 @@ def tower_costs(
 ) -> TowerCosts:
     """Cost the tower whose pass is ``program``; ``stored``: bytes of each weight."""
     patches = picture_patches(spec)
-    linears, attention = operations(program, patches)
-    took = None
-    if arch is not None:
-        took = linears / arch.prompts.per_second(chip) + attention / arch.attend.per_second(chip)
+    count = operations(program, patches)
     return TowerCosts(
         parameters=sum(prod(weight.shape) for weight in program.weights.values()),
         bytes=sum(stored[name] for name in program.weights),
         patches=patches,
         tokens=patches // spec.patches.merge**2,
-        operations=linears + attention,
-        attention=attention,
-        milliseconds=None if took is None else 1e3 * took,
+        operations=count,
+        milliseconds=None if arch is None else 1e3 * count / arch.tower.per_second(chip),
     )
 
 
@@ -61,13 +56,13 @@ def picture_patches(spec: VisionSpec) -> int:
     return height * width // spec.patches.patch**2
 
 
-def operations(program: Program, patches: int) -> tuple[int, int]:
+def operations(program: Program, patches: int) -> int:
     """Multiplications and additions of one frame: of every weight of a linear with every row, of attention."""
-    rows, linears, attention = dict.fromkeys(program.inputs, patches), 0, 0
+    rows, count = dict.fromkeys(program.inputs, patches), 0
     for op in program.ops:
         rows[op.output] = op.rows(rows[op.inputs[0]])
         if isinstance(op, Linear):
-            linears += 2 * rows[op.output] * prod(program.weights[op.weight].shape)
+            count += 2 * rows[op.output] * prod(program.weights[op.weight].shape)
         elif isinstance(op, FrameAttend):
-            attention += 4 * patches**2 * op.heads * op.head_dim
-    return linears, attention
+            count += 4 * patches**2 * op.heads * op.head_dim
+    return count

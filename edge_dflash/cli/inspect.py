@@ -76,7 +76,7 @@ def inspect(
     (lanes, most (that fit; 0: none), free_rows (of a verify that reading the weights hides; null where the board's rate
     is not known), accept_length, parts (what, one, all), cycles (lanes, drafts, rows, experts, bytes, memory_ms,
     product_ms, floor_ms, tokens_per_second, tokens_per_second_each)), tower (of a target that sees: picture (height and
-    width of the one costed), parameters, bytes, patches, tokens, operations, attention (of them), milliseconds; else
+    width of the one costed), parameters, bytes, patches, tokens, operations, milliseconds; else
     null). Of BUNDLE also: backend (the one that runs it), backends (aboard), trial (what build --finish measured of
     them), arch, kernels (compilation units with kernels, registers, shared_bytes, stack_bytes).
     """

@@ -140,15 +140,15 @@ def test_a_prefill_pass_takes_a_tenth_of_a_second_at_most():
         parameters = row_parameters(pair_programs(spec(model)).prefill)
         for arch in GPUS:
             rows = arch.prefill_rows(parameters)
-            assert rows in (64, 128, 256, 512, 1024, 2048)
-            assert rows == 64 or arch.prefill_seconds(parameters, rows) <= CHUNK_SECONDS
+            assert rows in (128, 256, 512, 1024, 2048)
+            assert rows == 128 or arch.prefill_seconds(parameters, rows) <= CHUNK_SECONDS
             assert rows == arch.most_rows or arch.prefill_seconds(parameters, 2 * rows) > CHUNK_SECONDS
 
 
 @pytest.mark.parametrize(
     ("model", "arch", "rows"),
     [
-        ("qwen3.6-27b", "sm110", 64),
+        ("qwen3.6-27b", "sm110", 128),
         ("qwen3.6-27b", "sm90", 512),
         ("qwen3.5-4b", "sm90", 2048),
         ("qwen3.5-4b", "sm110", 256),
@@ -175,8 +175,8 @@ def test_inspect_takes_the_chunk_of_the_board():
         name: inspect_recipe(spec("qwen3.6-27b"), default_recipe(), board=load_board(name))
         for name in ("sm110", "sm87")
     }
-    assert (found["sm110"].prefill_chunk, found["sm87"].prefill_chunk) == (64, 64)
-    assert found["sm110"].to_json()["prefill_chunk_ms"] == pytest.approx(95.4, abs=0.1)
+    assert (found["sm110"].prefill_chunk, found["sm87"].prefill_chunk) == (128, 128)
+    assert found["sm110"].to_json()["prefill_chunk_ms"] == pytest.approx(190.8, abs=0.1)
     recipe = replace(default_recipe(), context=replace(default_recipe().context, prefill_chunk=17))
     given = inspect_recipe(spec("qwen3.6-27b"), recipe, board=load_board("sm110"))
     assert given.prefill_chunk == 17
@@ -192,7 +192,7 @@ def test_a_smaller_board_of_an_arch_takes_longer():
     small, large = (
         inspect_recipe(spec("qwen3.6-27b"), default_recipe(), board=load_board(n)) for n in ("t4000", "thor")
     )
-    assert small.prefill_chunk == large.prefill_chunk == 64
+    assert small.prefill_chunk == large.prefill_chunk == 128
     assert small.prefill_chunk_ms == pytest.approx(large.prefill_chunk_ms * (20 * 1.57) / (12 * 1.52))
 
 

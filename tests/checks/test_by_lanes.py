@@ -19,6 +19,7 @@ from edge_dflash.checks.footprint import row_parameters
 from edge_dflash.checks.inspect import inspect_recipe
 from edge_dflash.checks.random_pair import synthetic_pair
 from edge_dflash.cli.inspect_tables import render
+from edge_dflash.cli.output import size
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Linear
 from edge_dflash.weights.formats import read_as
@@ -112,7 +113,7 @@ def test_products_of_a_cycle_are_those_that_were_measured():
         took = 1e3 * sum(arch.joint.seconds(weights, rows, chip) for weights, rows in both)
         assert took == pytest.approx(run["products_ms"], rel=0.01)
     lanes = {one.rows: one for one in inspected().by_lanes.cycles if one.drafts == 15}
-    assert {rows: round(one.product_ms) for rows, one in lanes.items()} == {16: 38, 32: 64, 64: 124, 128: 290}
+    assert {rows: round(one.product_ms) for rows, one in lanes.items()} == {16: 38, 32: 65, 64: 127, 128: 295}
 
 
 def test_an_h200_takes_what_was_measured_of_lanes():
@@ -142,7 +143,9 @@ def test_a_pass_is_bound_by_products_beyond_the_rows_that_memory_hides():
         assert one.rows == rows
         assert one.floor_ms == one.product_ms > 1.8 * one.memory_ms
     assert cycles_of(found)[1, 15].floor_ms == cycles_of(found)[1, 15].memory_ms
-    assert cycles_of(found)[2, 15].floor_ms < 1.02 * cycles_of(found)[2, 15].memory_ms  # nearly free
+    assert (
+        cycles_of(found)[2, 15].floor_ms < 1.04 * cycles_of(found)[2, 15].memory_ms
+    )  # nearly free
 
 
 def test_a_board_with_fewer_multiprocessors_takes_longer_for_the_same_rows():
@@ -202,7 +205,7 @@ def test_tables_of_lanes_are_shown_where_they_are_asked_for():
     one, four = inspected(), inspected(lanes=4)
     assert "Joint cycles" not in shown(one)
     for text, costs in ((shown(four), four.by_lanes), (shown(one, joint=True), one.by_lanes)):
-        assert all(f"{part.one:,}" in text for part in costs.parts)
+        assert all(size(part.one) in text for part in costs.parts)
         assert all(f"{each.floor_ms:.2f}" in text for each in costs.cycles)
         assert f"hides up to {costs.free_rows} rows" in text
     assert "Memory for 32,768 tokens of context, 4 lanes" in shown(four)
