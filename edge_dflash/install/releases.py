@@ -6,6 +6,7 @@ when all of it is on the disk; one that was damaged is copied again, whole.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -16,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from edge_dflash.board.linux import drop_page_cache
-from edge_dflash.builder.journal import sync_path
+from edge_dflash.builder.journal import recover, sync_path
 from edge_dflash.bundle.manifest import MANIFEST, Manifest
 from edge_dflash.bundle.reader import Bundle, check_files, read_manifest
 from edge_dflash.errors import BundleError, EdgeDflashError
@@ -62,7 +63,7 @@ def add(layout: InstallPaths, bundle: Path, program: Path) -> tuple[str, list[st
     for leftover in layout.releases.glob(f"{_INCOMING}*"):
         discard(leftover)
     release, incoming = layout.releases / name, layout.releases / (_INCOMING + name)
-    if _sound(release, folder, program):
+    if _sound(release, folder, program, manifest):
         return name, []
     try:
         _copy(bundle, incoming / folder, manifest)
@@ -72,24 +73,41 @@ def add(layout: InstallPaths, bundle: Path, program: Path) -> tuple[str, list[st
         if manifest.runs_without_engines:
             (incoming / "no-plans").touch()
         incoming.chmod(0o755)
-        replaced = discard(release)
-        incoming.rename(release)
+        replaced = os.path.lexists(release)
+        if replaced:
+            _exchange(incoming, release)
+        else:
+            incoming.rename(release)
         sync_path(layout.releases)
+        discard(incoming)
     except BaseException:
         shutil.rmtree(incoming, ignore_errors=True)
         raise
     return name, [str(release)] if replaced else []
 
 
-def _sound(release: Path, folder: str, program: Path) -> bool:
-    """Whether a release is there and what it was when it was added, or finished since."""
-    try:
-        manifest = Bundle.open(release / folder).manifest
-        links = (release / "run").readlink() == program
-        links &= folder == "bundle" or (release / "bundle").readlink() == Path(folder)
-        return links and manifest.runs_without_engines == (release / "no-plans").is_file()
-    except (BundleError, OSError):
+def _exchange(one: Path, other: Path) -> None:
+    """Let two directories exchange their names at once, so that there always is one of each. Raises OSError."""
+    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE: renameat2(2) of Linux
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(other))
+
+
+def _sound(release: Path, folder: str, program: Path, manifest: Manifest) -> bool:
+    """Whether a release is there and what it was when it was added from ``manifest``, or finished since."""
+    if not (release / folder).parent.is_dir():
         return False
+    recover(release / folder)  # of a kill while it was finished
+    try:
+        Bundle.open(release / folder)
+    except BundleError:
+        return False
+    links = {release / "run": program} | ({} if folder == "bundle" else {release / "bundle": Path(folder)})
+    return (
+        all(link.is_symlink() and link.readlink() == target for link, target in links.items())
+        and (release / "no-plans").is_file() == manifest.runs_without_engines
+    )
 
 
 def current(layout: InstallPaths) -> str | None:

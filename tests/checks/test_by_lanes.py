@@ -143,9 +143,7 @@ def test_a_pass_is_bound_by_products_beyond_the_rows_that_memory_hides():
         assert one.rows == rows
         assert one.floor_ms == one.product_ms > 1.8 * one.memory_ms
     assert cycles_of(found)[1, 15].floor_ms == cycles_of(found)[1, 15].memory_ms
-    assert (
-        cycles_of(found)[2, 15].floor_ms < 1.04 * cycles_of(found)[2, 15].memory_ms
-    )  # nearly free
+    assert cycles_of(found)[2, 15].floor_ms < 1.04 * cycles_of(found)[2, 15].memory_ms  # nearly free
 
 
 def test_a_board_with_fewer_multiprocessors_takes_longer_for_the_same_rows():
