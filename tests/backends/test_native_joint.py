@@ -235,6 +235,11 @@ def test_plain_lanes_stand_beside_drafting_ones(monkeypatch):
     found, launched = together(backend, gpu, 3, drafts=0)
     assert [cycle.tokens for cycle in found] == [(0,)] * 3
     assert "cycle_ids" not in launched  # nobody proposes
+    for lane in range(3):
+        backend.commit(1, lane)
+    at = len(gpu.launches)
+    backend.cycles([Asked(0, drafts=0, lane=lane) for lane in range(3)])
+    assert "cycle_set" not in gpu.launches[at:]  # the device has the anchors
 
 
 def test_steered_lanes_compute_their_masks_while_the_verify_runs(monkeypatch):

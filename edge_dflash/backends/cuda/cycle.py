@@ -63,10 +63,10 @@ class DeviceCycle:
         proposed = time.perf_counter()
         if any(turn.error is None for turn in self._turns):
             rows = self._verify()
-            self._choose(rows)  # while it runs
+            free = self._choose()  # while it runs
         if all(turn.error is not None for turn in self._turns):
             return [turn.error for turn in self._turns if turn.error is not None]
-        results = self._accept(rows)
+        results = self._accept(rows, free)
         verify_seconds, found = time.perf_counter() - proposed, list[Outcome]()
         for turn in self._turns:
             spent = proposed - began if turn.asked.drafting and self._drafting else 0.0
@@ -81,8 +81,7 @@ class DeviceCycle:
         words = [IDLE] * len(self._slots)
         for turn in self._turns:
             at = turn.at
-            anchor = turn.asked.anchor if self._drafting else at.wanted.anchor  # what the drafter reads
-            at.verified, at.wanted = None, ControlBlock(at.wanted.length, at.wanted.pending, anchor)
+            at.verified, at.wanted = None, ControlBlock(at.wanted.length, at.wanted.pending, turn.asked.anchor)
             words[turn.slot] = SlotWords(turn.asked.lane, at.wanted)
         self._backend.slots.put(words)
 
@@ -145,9 +144,12 @@ class DeviceCycle:
             backend.slots.left(turn.slot, turn.asked.lane, turn.at.wanted)
         return rows
 
-    def _choose(self, rows: int) -> None:
-        """Tell the device how each lane's rows choose; of idle slots, and of lanes that were ended, nothing counts."""
-        self._free = True  # whether the largest logits are the choices
+    def _choose(self) -> bool:
+        """Tell the device how each lane's rows choose; whether all choices are the largest logits.
+
+        Of idle slots, and of lanes that were ended, nothing counts.
+        """
+        free = True
         for slot in range(len(self._slots)):
             if self._slots[slot] < 0:
                 self._chooser.write(GREEDY, 0, [], slot=slot)
@@ -159,13 +161,14 @@ class DeviceCycle:
                 except (Interrupted, RequestError) as error:
                     turn.error, masks = error, [None]
             self._chooser.write(turn.asked.sampling, turn.position, masks, slot=turn.slot)
-            self._free &= turn.asked.sampling.temperature == 0.0 and all(mask is None for mask in masks)
+            free &= turn.asked.sampling.temperature == 0.0 and all(mask is None for mask in masks)
+        return free
 
-    def _accept(self, rows: int) -> list[Result]:
+    def _accept(self, rows: int, free: bool) -> list[Result]:
         """Accept and commit on the device; what each slot found."""
         cycles = self._graphs.cycles
         self._forget()
-        (cycles.accept if self._free else cycles.choose).of(rows).launch()
+        (cycles.accept if free else cycles.choose).of(rows).launch()
         return self._host.read(rows, self._graphs.slots)
 
     def _forget(self) -> None:
