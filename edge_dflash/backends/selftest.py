@@ -150,5 +150,5 @@ def check(bundle: Bundle, backend: Backend, mode: Mode = "refuse") -> SelfTestRe
     if failure and mode == "refuse":
         raise VerificationError(f"{failure}, report it if that does not help, or open it with self_test='warn'")
     if failure:
-        warnings.warn(failure, RuntimeWarning, stacklevel=3)  # at the caller of Planner.open
+        warnings.warn(failure, RuntimeWarning, stacklevel=4)  # at the caller of Planner.open
     return result

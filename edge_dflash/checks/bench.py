@@ -127,9 +127,7 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
     work = fitted(work, planner.backend, say)
     meter = Meter(planner, subject.costs, device.bandwidth)
     if on_gpu and (pattern := work.pattern(shape.verify_rows)) is not None:
-        from edge_dflash.backends.cuda.measured import force
-
-        force(on_gpu, pattern)
+        _force(on_gpu, pattern)
     allocations = on_gpu.gpu.allocations if on_gpu else 0
     first = meter.cycles(subject.prompts[0], 1)
     say("timing plain decoding")
@@ -268,15 +266,27 @@ def _cold(subject: Subject, first: TimedRun, steady_ms: float) -> Cold:
     )
 
 
+def _force(device: NativeBackend, pattern: Sequence[int]) -> None:
+    """What each cycle accepts from now on."""
+    from edge_dflash.backends.cuda.measured import force  # importing it needs CUDA's bindings
+
+    force(device, pattern)
+
+
+def _profiled(device: NativeBackend, anchor: int) -> list[StepTime]:
+    """Times of the steps of a cycle."""
+    from edge_dflash.backends.cuda.measured import profile
+
+    return profile(device, anchor)
+
+
 def _profile(device: NativeBackend, subject: Subject, work: Workload, say: Say) -> tuple[StepKind, ...]:
     """Steps of a cycle by kind (layer numbers left out), the longest first."""
     say("timing every step of a cycle")
     device.reset()
     anchor = device.prefill(tiled(subject.filler, work.context)).argmax()[0]
     kinds: dict[str, list[StepTime]] = {}
-    from edge_dflash.backends.cuda.measured import profile
-
-    for step in profile(device, anchor):
+    for step in _profiled(device, anchor):
         kinds.setdefault(re.sub(r"layers\.\d+", "layers.*", step.name), []).append(step)
     device.reset()
     found = (

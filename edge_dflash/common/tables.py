@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -72,9 +73,9 @@ def _decode(kind: Any, value: object, where: str) -> object:
 def _decode_scalar(kind: Any, value: object, where: str) -> object:
     """Scalars keep their type: true is no int, 1.0 is no int, but 1 is a float that was written shortly."""
     if kind is float and type(value) in (int, float):
-        number = float(cast(float, value)) if abs(cast(float, value)) < 2**1023 else math.inf
-        if math.isfinite(number):
-            return number
+        with suppress(OverflowError):  # a whole number of hundreds of digits
+            if math.isfinite(number := float(cast(float, value))):
+                return number
     elif kind in (bool, int, str) and type(value) is kind:
         return value
     elif kind is NoneType and value is None:

@@ -85,7 +85,7 @@ def test_nothing_but_the_arch_makes_a_bundle_that_runs_at_once(fake, tmp_path):
         "only the board can compile; build --finish on the board keeps the faster"
     )
     assert said[1].startswith("building with recipe default: wide linears to NVFP4")
-    assert said[2].startswith("building for 2048 tokens of context, prefill by 512: about 0.0")
+    assert said[2].startswith("building for 2048 tokens of context, prefill by 512: about 0.24")
     assert len(result.deferred) == 14
     assert result.warnings == ()
 

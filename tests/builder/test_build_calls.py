@@ -7,7 +7,7 @@ from builder_support import DRAFTERS, TARGETS
 from edge_dflash.cli import run
 
 MOST = 7  # calls from the command's function to the first bytes of a weight
-WAY = ["build", "build", "_fill", "add", "write_file", "write_bytes"]
+WAY = ["build", "build", "_build", "_fill", "add", "write_file", "write_bytes"]
 
 
 class Written(BaseException):

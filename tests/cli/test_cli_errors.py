@@ -40,7 +40,7 @@ def test_wrong_usage_is_one_line(refused, argv, message):
         (["generate", "B", "--ids", "1,x"], 8, "'x' in --ids is no token id"),
         (["generate", "B", "--ids", ""], 8, "the prompt has no tokens"),
         (["generate", "B", "--ids", "99999999"], 8, "token id 99999999 is outside the vocabulary"),
-        (["generate", "B", "--prompt", "go"], 8, "no tokenizer: give token ids"),
+        (["generate", "B", "--prompt", "go"], 8, "no tokenizer, a text cannot be read; give --ids"),
         (["generate", "B", "--prompt", "go", "--raw"], 8, "give --ids"),
         (["generate", "B", "--prompt-file", "/nowhere/x"], 8, "cannot read /nowhere/x"),
         (["generate", "B", "--ids", "1", "--temperature", "-1"], 8, "temperature is -1"),

@@ -80,7 +80,8 @@ def test_how_likely_each_token_was(cli, demo_bundle):
     assert {len(one["top"]) for one in made["logprobs"]} == {2}
     code, out, _ = cli(*options, "--logprobs", 1)
     first = made["logprobs"][0]
-    assert re.search(rf"{re.escape(repr(first['text']))} +│ +{first['logprob']:.3f} +│ ", out)
+    shown = f"{first['logprob']:.3f}".replace("-0.000", "0.000")
+    assert re.search(rf"{re.escape(repr(first['text']))} +│ +{shown} +│ ", out)
     assert last_json(cli(*options, "--json")[1])["logprobs"] is None
 
 

@@ -91,7 +91,7 @@ def test_values_outside_their_range_are_refused(bad):
         Sampling(**bad)
 
 
-@pytest.mark.parametrize("bad", [{"temperature": 1e-310}, {"temperature": "a"}, {"top_k": 1.5}, {"seed": 1.5}])
+@pytest.mark.parametrize("bad", [{"temperature": -1e-310}, {"temperature": "a"}, {"top_k": 1.5}, {"seed": 1.5}])
 def test_values_of_another_kind_or_too_small_are_refused(bad):
     with pytest.raises(RequestError, match=next(iter(bad))):
         Sampling(**bad)

@@ -9,7 +9,7 @@ import numpy as np
 from fakes import FakeBackend, FakeRows
 
 from edge_dflash.backends.host_cycle import host_cycle
-from edge_dflash.checks import measure
+from edge_dflash.checks import bench, measure
 from edge_dflash.checks.bench import Device, Subject
 from edge_dflash.checks.footprint import Traffic
 from edge_dflash.decode import drafts, loop
@@ -33,6 +33,8 @@ class Clock:
     def install(self, monkeypatch):
         for module in (measure, drafts, loop, planning, job):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self.perf_counter))
+        monkeypatch.setattr(bench, "_force", lambda device, accept: device.force(accept))
+        monkeypatch.setattr(bench, "_profiled", lambda device, anchor: device.profile(anchor))
         return self
 
 
