@@ -132,7 +132,7 @@ class PlannerSession:
         self._let_go(wait=not self._engine.here)
 
     def _let_go(self, *, wait: bool) -> None:
-        """See :meth:`close`; without ``wait``, what cannot be done now is left to the turn and to who holds the lock."""
+        """See :meth:`close`. Without ``wait``, the turn or who holds the lock does what cannot be done now."""
         if not self._lock.acquire(blocking=wait):
             return
         try:

@@ -137,18 +137,23 @@ class Observer(Protocol):
 
     def started(self) -> None:
         """A request, or a small work between two, begins to run."""
+        return
 
     def step(self, step: Step) -> None:
         """Tokens were committed, or the request ends."""
+        return
 
     def passed(self, lanes: int, rows: int) -> None:
         """A cycle ran, of one lane or of several: its verify pass had so many rows."""
+        return
 
     def aside(self) -> None:
         """A running request gives its lane to a more urgent one."""
+        return
 
     def ended(self) -> None:
         """It runs no more, however it ended."""
+        return
 
 
 OBSERVED = tuple(name for name in vars(Observer) if not name.startswith("_"))

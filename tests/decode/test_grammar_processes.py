@@ -283,7 +283,7 @@ def test_deadlines_and_cancelling_are_obeyed_while_a_grammar_compiles():
         warm = only_child(grammars)
 
         def stopped():
-            """Whether it compiles; its process is stopped then, and goes over no bound: it only ends if it is killed."""
+            """Whether it compiles; its process is stopped then, and goes over no bound: it ends if it is killed."""
             found = [pid for pid in children(grammars) if pid != warm]
             for pid in found:
                 os.kill(pid, signal.SIGSTOP)

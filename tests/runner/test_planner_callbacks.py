@@ -200,29 +200,22 @@ def test_a_session_that_an_observer_closes_ends_with_its_turn():
     assert planner.plan(PROMPT, max_new_tokens=3).finish_reason == "length"
 
 
-def close_stream(planner, streams):
-    streams[0].close()
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_stream_that_an_observer_closes_is_cancelled_and_not_waited_for(loop):
+    asked = threading.Event()
 
+    def close():
+        assert asked.wait(PATIENT)
+        asyncio.run(stream.aclose()) if loop else stream.close()
 
-def close_stream_of_a_loop(planner, streams):
-    async def close():
-        stream = planner.astream((7,), max_new_tokens=2)
-        await stream._started()
-        await stream.aclose()
-
-    asyncio.run(close())
-    streams[0].cancel()
-
-
-@pytest.mark.parametrize("does", [close_stream, close_stream_of_a_loop])
-def test_a_stream_that_an_observer_closes_is_cancelled_and_not_waited_for(does):
-    asked, streams = threading.Event(), []
-    watching = Calling("passed", lambda: asked.wait(PATIENT) and does(planner, streams))
+    watching = Calling("passed", close)
     planner = Planner(FakeBackend(), None, observer=watching, fallback=False)
-    streams.append(planner.stream(PROMPT, max_new_tokens=40, speculative=False))
+    stream = (planner.astream if loop else planner.stream)(PROMPT, max_new_tokens=40, speculative=False)
+    if loop:
+        asyncio.run(stream._started())
     asked.set()
-    assert in_time(lambda: streams[0].plan).finish_reason == "cancelled"
-    assert watching.error is None
+    plan = in_time(lambda: asyncio.run(stream.result()) if loop else stream.plan)
+    assert (plan.finish_reason, watching.error) == ("cancelled", None)
     in_time(lambda: planner.close() or True)
 
 
