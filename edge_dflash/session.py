@@ -123,17 +123,29 @@ class PlannerSession:
         return save_session(path, replace(state, note=json.dumps(note, default=dict)))
 
     def close(self) -> None:
-        """Cancel its turn and give its memory back. Closing twice does no harm."""
+        """Cancel its turn and give its memory back. Closing twice does no harm.
+
+        Called by an observer, on the engine's own thread, it returns at once: the memory is given back by the turn when
+        it has ended, or by who uses the session.
+        """
         self._closed = True  # ends what is prepared, too
-        with self._held():
+        self._let_go(wait=not self._engine.here)
+
+    def _let_go(self, *, wait: bool) -> None:
+        """See :meth:`close`. Without ``wait``, the turn or who holds the lock does what cannot be done now."""
+        if not self._lock.acquire(blocking=wait):
+            return
+        try:
             if self._turn is not None:
                 self._turn.cancelled = True
                 self._turn.ticket.cancel()
-                if self._engine.here and not self._turn.ticket.done:
-                    return  # the turn gives the memory back when it has ended
+                if not wait and not self._turn.ticket.done:
+                    return
                 self._turn.ticket.exception()
             if self._state is not None:
                 self._state.close()
+        finally:
+            self._lock.release()
 
     @classmethod
     def _load(
@@ -208,6 +220,8 @@ class PlannerSession:
             yield
         finally:
             self._lock.release()
+            if self._closed:  # perhaps meanwhile, on the engine's thread, which does not wait
+                self._let_go(wait=False)
 
     def _wait_for_turn(self) -> None:
         """Wait for a cancelled turn to let go. Raises RequestError while another one runs, or when closed."""

@@ -15,7 +15,7 @@ from edge_dflash.checks.bench import Device, Say, Subject, Workload
 from edge_dflash.checks.bench_result import BenchResult, Company, LaneLoad, PassTime
 from edge_dflash.checks.footprint import Costs, Traffic
 from edge_dflash.planner import Planner
-from edge_dflash.runner.job import Unwatched
+from edge_dflash.runner.job import Observer
 
 ONE_MORE = 12  # requests of the one that is watched, alone and in company
 DEADLINES = 8  # requests with a deadline
@@ -31,7 +31,7 @@ class _Pass:
     rows: int
 
 
-class Watching(Unwatched):
+class Watching(Observer):
     """Keeps when each cycle ended."""
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ class Engine(Worker):
     def _cycles(self, asked: Sequence[Asked]) -> Sequence[Outcome]:
         try:
             found = self.backend.cycles(asked) if len(asked) > 1 else [self.backend.cycle(asked[0])]
-            self._observer.passed(len(asked), sum(one.drafts + 1 for one in found if isinstance(one, Cycle)))
+            self._tell("passed", len(asked), sum(one.drafts + 1 for one in found if isinstance(one, Cycle)))
             return found
         except BaseException as error:  # it ends the cycles of all: each request has another error object
             return [error, *(another(error) for _ in asked[1:])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +15,6 @@ from edge_dflash.runner.request import Prepared
 from edge_dflash.runner.stream import AnswerText, Reader
 from edge_dflash.runner.ticket import Ticket
 from edge_dflash.text.chat import Answer
-
-log = logging.getLogger("edge_dflash.runner")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -133,80 +130,33 @@ class Ending:
 
 
 class Observer(Protocol):
-    """Who watches a worker. Called by it between two passes, on its thread: must be quick, and wait for no request."""
+    """Who watches a worker. Called by it between two passes, on its thread: must be quick, and wait for no request.
+
+    A subclass overrides what it wants to be told. What it raises ends nothing.
+    """
 
     def started(self) -> None:
         """A request, or a small work between two, begins to run."""
+        return
 
     def step(self, step: Step) -> None:
         """Tokens were committed, or the request ends."""
+        return
 
     def passed(self, lanes: int, rows: int) -> None:
         """A cycle ran, of one lane or of several: its verify pass had so many rows."""
+        return
 
     def aside(self) -> None:
         """A running request gives its lane to a more urgent one."""
+        return
 
     def ended(self) -> None:
         """It runs no more, however it ended."""
+        return
 
 
 OBSERVED = tuple(name for name in vars(Observer) if not name.startswith("_"))
-
-
-class Unwatched:
-    """The observer of a worker that nobody watches."""
-
-    def started(self) -> None:
-        """See Observer."""
-
-    def step(self, step: Step) -> None:
-        """See Observer."""
-
-    def passed(self, lanes: int, rows: int) -> None:
-        """See Observer."""
-
-    def aside(self) -> None:
-        """See Observer."""
-
-    def ended(self) -> None:
-        """See Observer."""
-
-
-class Heard:
-    """An observer whose errors end nothing: the first one is logged."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self._failed = False
-
-    def started(self) -> None:
-        """See Observer."""
-        self._tell(self._observer.started)
-
-    def step(self, step: Step) -> None:
-        """See Observer."""
-        self._tell(self._observer.step, step)
-
-    def passed(self, lanes: int, rows: int) -> None:
-        """See Observer."""
-        self._tell(self._observer.passed, lanes, rows)
-
-    def aside(self) -> None:
-        """See Observer."""
-        self._tell(self._observer.aside)
-
-    def ended(self) -> None:
-        """See Observer."""
-        self._tell(self._observer.ended)
-
-    def _tell(self, heard: Callable[..., None], *what: object) -> None:
-        try:
-            heard(*what)
-        except Exception:
-            if not self._failed:
-                log.exception("an observer raised; requests go on, and it is told once")
-            self._failed = True
 
 
 class Home:

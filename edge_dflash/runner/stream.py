@@ -192,10 +192,14 @@ class PlanStream(Iterator[Increment]):
         self._ticket.cancel()
 
     def close(self) -> None:
-        """Cancel what is left, wait for the engine to let go of it, and give no more increments."""
+        """Cancel what is left, wait for the engine to let go of it, and give no more increments.
+
+        Called by an observer, on the engine's own thread, it does not wait.
+        """
         self._closed = True
         self.cancel()
-        self._ticket.exception()
+        if not self._ticket.here:
+            self._ticket.exception()
 
     @property
     def plan(self) -> Plan:
@@ -258,7 +262,7 @@ class AsyncPlanStream(AsyncIterator[Increment]):
     async def aclose(self) -> None:
         """Cancel what is left and wait for the engine to let go of it."""
         self.cancel()
-        if self._stream is not None:
+        if self._stream is not None and not self._stream._ticket.here:
             await self.result()
 
     async def result(self) -> Plan:

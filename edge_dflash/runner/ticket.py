@@ -96,9 +96,14 @@ class Ticket(Generic[T_co, R_co]):
                 self._outcome()
                 return
 
+    @property
+    def here(self) -> bool:
+        """Whether this is the thread that fills it, on which nothing may wait for it."""
+        return self.filled_by is threading.current_thread()
+
     def _refuse_own_thread(self) -> None:
         """Raise RequestError where who waits is who would have to go on."""
-        if self.filled_by is threading.current_thread() and not self.done:
+        if self.here and not self.done:
             raise RequestError(
                 f"{self._name} is waited for on the engine's own thread, as by an observer; wait on another thread"
             )

@@ -20,7 +20,7 @@ from edge_dflash.decode.backend import Asked, Outcome
 from edge_dflash.decode.loop import Step, given
 from edge_dflash.errors import DeviceLostError, RequestError
 from edge_dflash.runner.failures import displaced, engine_failed
-from edge_dflash.runner.job import Ending, Heard, Observer, Unwatched, Work
+from edge_dflash.runner.job import Ending, Observer, Work
 from edge_dflash.runner.queue import PATIENCE, FairQueue, shares
 from edge_dflash.runner.ticket import Ticket
 from edge_dflash.runner.turns import Share, Turn, active_of, turn_of
@@ -62,7 +62,7 @@ class Worker:
         self._patience = patience
         caller, account = shares(queue_limit)
         self._queue: FairQueue[Work[Any, Any]] = FairQueue(queue_limit, caller_limit or caller, patience, account)
-        self._observer: Observer = Heard(observer) if observer else Unwatched()
+        self._observer, self._told_error = observer, False
         self._changed = threading.Condition()
         self._lanes, self._share = lanes, Share(share)
         self._running: list[Work[Any, Any]] = []  # begun in this order; more than there are lanes: some are set aside
@@ -140,10 +140,10 @@ class Worker:
 
     def shut(self, let_go: Callable[[], None]) -> None:
         """Cancel all, then let go of what the works use: called on the worker's own thread, after its last step."""
+        self.close(drain=False)
         if self.here:
             self._last = let_go
-        self.close(drain=False)
-        if not self.here:
+        else:
             let_go()
 
     @property
@@ -216,10 +216,20 @@ class Worker:
         """What a step made final; None for one that asks for a cycle."""
         if isinstance(step, Asked):
             return None
-        self._observer.step(step or _NOTHING)
+        self._tell("step", step or _NOTHING)
         final = work.take(step)
         work.interruptible = final is None or not work.alone
         return final
+
+    def _tell(self, name: str, *what: object) -> None:
+        """Call the observer, if there is one. Whatever it raises ends nothing: the first time it is logged."""
+        try:
+            if self._observer is not None:
+                getattr(self._observer, name)(*what)
+        except BaseException:
+            if not self._told_error:
+                log.exception("an observer raised; requests go on, and it is told once")
+            self._told_error = True
 
     def _loaded(self, lanes: int) -> None:
         """So many works decode in this turn."""
@@ -262,7 +272,7 @@ class Worker:
             self._running.append(started)
             if weakest and started.caller is not None:  # the engine's own works are short
                 weakest.passed += 1  # it rises as one that waits
-                self._observer.aside()
+                self._tell("aside")
 
     def _start(self, above: int | None) -> Work[Any, Any] | None:
         """Take the next work of the queue, of a priority ``above`` that if it is given; None: nothing waits."""
@@ -276,7 +286,7 @@ class Worker:
         return work
 
     def _begin(self, work: Work[Any, Any]) -> Iterator[Any]:
-        self._observer.started()
+        self._tell("started")
         work.steps = work.begin()
         return work.steps
 
@@ -289,7 +299,7 @@ class Worker:
             self._end(work, None, error)
         else:
             if work.steps is not None:
-                self._observer.ended()
+                self._tell("ended")
             work.give_up()
 
     def _end(self, work: Work[Any, Any], value: Any, error: BaseException | None = None) -> None:
@@ -299,7 +309,7 @@ class Worker:
             try:
                 result = work.end(value, error)
             finally:
-                self._observer.ended()
+                self._tell("ended")
         except BaseException as failed:
             error = error or failed
         if error is None:

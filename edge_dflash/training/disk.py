@@ -56,12 +56,13 @@ def tensors_sum(tensors: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.uint8
 
 
 def read_whole(path: Path) -> TensorFiles:
-    """A file of tensors that are what was written. Raises CheckpointError where they are not."""
+    """A file of tensors that are what was written, or of an older version: without a hash.
+
+    Raises CheckpointError where they are not.
+    """
     files = TensorFiles.open([path])
-    if SUM not in files:
-        raise CheckpointError(f"{path} has no hash of its tensors")
     tensors = {name: files.array(name)[1] for name in files.names() if name != SUM}
-    if files.array(SUM)[1].tobytes() != tensors_sum(tensors).tobytes():
+    if SUM in files and files.array(SUM)[1].tobytes() != tensors_sum(tensors).tobytes():
         raise CheckpointError(f"{path} is damaged: its tensors do not have the hash that they were written with")
     return files
 
@@ -77,7 +78,9 @@ def damaged_file(folder: Path) -> Path | None:
         return None
     try:
         wanted = json.loads((folder / _SUMS).read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
+        wanted = None
+    if not isinstance(wanted, dict):
         return folder / _SUMS
     found = _sums(folder)
     return next((folder / name for name in {**wanted, **found} if found.get(name) != wanted.get(name)), None)

@@ -35,7 +35,7 @@ Bits = npt.NDArray[np.uint16]
 
 Rows = dict[str, Bits]
 """Of one sequence: "taps" [rows, n * H], and perhaps "last" [rows, H], what the target's head reads."""
-STAGE = "taps"
+STAGE, CHECKING = "taps", "checking taps"
 
 
 class Tapper(Protocol):
@@ -120,7 +120,11 @@ def write_taps(
     folder.mkdir(parents=True, exist_ok=True)
     parts = parts_of(samples, shard_bytes(bundle.pair, 1))
     wanted = [digest_of(part, fingerprint(bundle.manifest), str(last)) for part in parts]
-    missing = [i for i, digest in enumerate(wanted) if not _done(shard_path(folder, i), digest, say)]
+    missing = []
+    for i, digest in enumerate(wanted):
+        progress(CHECKING, i, len(wanted))
+        if not _done(shard_path(folder, i), digest, say):
+            missing.append(i)
     total = sum(len(one.ids) for i in missing for one in parts[i])
     progress(STAGE, 0, total)
     if not missing:

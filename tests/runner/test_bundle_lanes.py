@@ -10,7 +10,7 @@ from edge_dflash.builder.write import build
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.runner.job import Unwatched
+from edge_dflash.runner.job import Observer
 
 NAME = "qwen3_5"
 PROMPT = tuple(golden(NAME)["p1.prompt"].tolist())
@@ -42,7 +42,7 @@ def test_lanes_that_no_backend_has_are_refused(bundle):
         Planner.open(bundle, lanes=9)
 
 
-class Watching(Unwatched):
+class Watching(Observer):
     """Keeps what it is told."""
 
     def __init__(self):

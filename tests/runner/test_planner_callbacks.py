@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from fakes import FakeBackend
 from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.runner.job import OBSERVED, Unwatched
+from edge_dflash.runner.job import OBSERVED, Observer
 
 PROMPT = (3, 1, 4)
 DRAWN = {"temperature": 1.0, "seed": 11, "max_new_tokens": 8}
@@ -54,7 +55,7 @@ class Strict(Delegate):
         super().close()
 
 
-class Calling(Unwatched):
+class Calling(Observer):
     """An observer that does something, once, when the first of a kind comes."""
 
     def __init__(self, name, does):
@@ -102,17 +103,23 @@ def test_a_planner_that_an_observer_closes_is_freed_after_the_step(name):
 
 
 def test_an_observer_may_close_when_a_request_is_set_aside():
-    backend = Strict()
-    watching = Calling("aside", lambda: planner.close())
+    began, queued = threading.Event(), threading.Event()
+
+    class Held(Strict):
+        def verify(self, ids, lane=0):
+            began.set()
+            assert queued.wait(PATIENT)
+            return super().verify(ids, lane)
+
+    backend, watching = Held(), Calling("aside", lambda: planner.close())
     planner = Planner(backend, None, observer=watching, fallback=False)
     slow = planner.stream(PROMPT, max_new_tokens=40, speculative=False)
-    next(slow)
+    assert began.wait(PATIENT)
     urgent = planner.stream((5,), max_new_tokens=4, priority=5)
-    for stream in (slow, urgent):
-        in_time(lambda stream=stream: stream.plan)
-    if watching.thread is not None:  # else the first one had ended before
-        watching.thread.join(PATIENT)
-        assert (backend.wrong, backend.closed) == ([], 1)
+    queued.set()
+    assert [in_time(lambda stream=stream: stream.plan.finish_reason) for stream in (slow, urgent)] == ["cancelled"] * 2
+    watching.thread.join(PATIENT)
+    assert (watching.error, backend.wrong, backend.closed) == (None, [], 1)
 
 
 def test_closing_in_the_loop_over_a_stream_and_from_other_threads_waits_for_the_step():
@@ -193,15 +200,57 @@ def test_a_session_that_an_observer_closes_ends_with_its_turn():
     assert planner.plan(PROMPT, max_new_tokens=3).finish_reason == "length"
 
 
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_stream_that_an_observer_closes_is_cancelled_and_not_waited_for(loop):
+    asked = threading.Event()
+
+    def close():
+        assert asked.wait(PATIENT)
+        asyncio.run(stream.aclose()) if loop else stream.close()
+
+    watching = Calling("passed", close)
+    planner = Planner(FakeBackend(), None, observer=watching, fallback=False)
+    stream = (planner.astream if loop else planner.stream)(PROMPT, max_new_tokens=40, speculative=False)
+    if loop:
+        asyncio.run(stream._started())
+    asked.set()
+    plan = in_time(lambda: asyncio.run(stream.result()) if loop else stream.plan)
+    assert (plan.finish_reason, watching.error) == ("cancelled", None)
+    in_time(lambda: planner.close() or True)
+
+
+def test_a_session_that_another_thread_uses_is_let_go_by_it_when_an_observer_closes_it():
+    def close():
+        thread.start()
+        while not planner._engine.waiting:  # the fork, which waits for this thread
+            time.sleep(0.001)
+        session.close()
+
+    watching = Calling("passed", close)
+    planner = Planner(FakeBackend(), None, observer=watching, fallback=False)
+    session = planner.session()
+    thread = threading.Thread(target=lambda: session.fork(), daemon=True)
+    watching.done = True
+    session.plan(PROMPT, max_new_tokens=4)
+    watching.done = False
+    in_time(lambda: planner.plan((5,), max_new_tokens=4))
+    thread.join(PATIENT)
+    assert not thread.is_alive()
+    assert watching.error is None
+    assert session._state.closed
+    in_time(lambda: planner.close() or True)
+
+
 # errors ---------------------------------------------------------------------------------------------------------------
 
 
-def test_an_observer_that_raises_is_logged_once_and_changes_nothing(caplog):
-    class Raising(Unwatched):
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
+def test_an_observer_that_raises_is_logged_once_and_changes_nothing(caplog, error):
+    class Raising(Observer):
         pass
 
     def fail(self, *what):
-        raise ZeroDivisionError("of an observer")
+        raise error("of an observer")
 
     for name in OBSERVED:
         setattr(Raising, name, fail)

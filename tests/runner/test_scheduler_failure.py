@@ -12,7 +12,7 @@ from service_support import TEXT_SHAPE
 from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.errors import BackendError, EngineFailedError, RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.runner.job import Unwatched, Work
+from edge_dflash.runner.job import Observer, Work
 from edge_dflash.runner.worker import Worker
 from tests.runner.test_scheduler import PATIENT, Gate, Scheduler, count
 
@@ -124,7 +124,7 @@ def test_interrupted_jobs_fail_too():
 
 
 def test_whoever_watches_hears_that_interrupted_jobs_ended():
-    class Watching(Unwatched):
+    class Watching(Observer):
         running = 0
 
         def started(self):

@@ -16,7 +16,7 @@ from edge_dflash.decode import drafts, loop
 from edge_dflash.decode.backend import Cycle, PairShape
 from edge_dflash.planner import Planner
 from edge_dflash.runner import job, planning
-from edge_dflash.runner.job import Unwatched
+from edge_dflash.runner.job import Observer
 
 SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=4096, prefill_chunk=64, drafts=3)
 PROPOSE, VERIFY, REST, PLAIN = 0.001, 0.003, 0.0005, 0.0025  # seconds
@@ -145,7 +145,7 @@ class FakeCosts:
 BANDWIDTH = 1e12
 
 
-class SlowHost(Unwatched):
+class SlowHost(Observer):
     """The host takes ``seconds`` a step."""
 
     def __init__(self, clock, seconds):

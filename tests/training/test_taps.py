@@ -5,12 +5,15 @@ import re
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.training import shards as shards_module
+from edge_dflash.training import taps as module
+from edge_dflash.training.disk import SUM
 from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.shards import BatchReader, Order, Sample, Shards, shard_path
 from edge_dflash.training.taps import ReferenceTapper, tap_program, write_taps
@@ -102,6 +105,27 @@ def test_a_flipped_bit_of_a_shard_is_said_and_the_shard_made_again(bundle, tmp_p
     write_taps(bundle, texts, tmp_path, say=said.append, tapper=again)
     assert len(said) == 1
     assert count > 2
+
+
+def test_a_shard_of_an_older_version_has_no_hash_and_is_taken(bundle, tmp_path, small_shards):
+    texts, said, again = samples(bundle), [], Counting(bundle)
+    count, _ = write_taps(bundle, texts, tmp_path)
+    tensors = load_file(shard_path(tmp_path, 1))
+    del tensors[SUM]
+    save_file(tensors, shard_path(tmp_path, 1))
+    assert write_taps(bundle, texts, tmp_path, say=said.append, tapper=again) == (count, 0.0)
+    assert (said, again.calls) == ([], [])
+
+
+def test_what_is_hashed_before_the_first_tap_tells_how_far_it_is(bundle, tmp_path, small_shards, monkeypatch):
+    texts, told = samples(bundle), []
+    count, _ = write_taps(bundle, texts, tmp_path)
+    monkeypatch.setattr(
+        module, "shard_done", lambda path, digest, done=module.shard_done: told.append(path.name) or done(path, digest)
+    )
+    write_taps(bundle, texts, tmp_path, progress=lambda *now: told.append(now))
+    wanted = [one for i in range(count) for one in (("checking taps", i, count), shard_path(tmp_path, i).name)]
+    assert told == [*wanted, ("taps", 0, 0)]
 
 
 def test_what_is_too_long_is_refused(bundle, tmp_path):

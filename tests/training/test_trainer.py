@@ -10,11 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from training_support import borrowed_of, drafter_of, plan, prepared
 
 from edge_dflash.errors import RequestError
 from edge_dflash.training import trainer as training
+from edge_dflash.training.disk import damaged_file
 from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.heldout import walk_answers
@@ -202,6 +203,23 @@ def test_damaged_weights_are_no_full_disk(ready, tmp_path):
             kept_weights(tmp_path)
     best.write_bytes(whole)
     assert kept_weights(tmp_path)
+
+
+def test_the_weights_of_an_older_version_have_no_hash(ready, tmp_path):
+    trained(ready, tmp_path, plan(steps=2))
+    (best,) = tmp_path.glob("best-*")
+    wanted = kept_weights(tmp_path)
+    save_file(wanted, str(best))
+    found = kept_weights(tmp_path)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("body", ["[]", '["model.safetensors"]', "7", "null", '"x"', "[" * 100_000, "{"])
+def test_hashes_that_are_no_object_are_damaged(tmp_path, body):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "sha256.json").write_text(body)
+    assert damaged_file(tmp_path) == tmp_path / "sha256.json"
 
 
 def test_a_damaged_checkpoint_is_named_and_not_gone_on_from(ready, tmp_path):
