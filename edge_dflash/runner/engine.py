@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome
+from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.controls import Pace
 from edge_dflash.decode.drafts import draft_choice
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
 from edge_dflash.errors import RequestError
-from edge_dflash.runner.failures import another
 from edge_dflash.runner.job import Observer, Work
 from edge_dflash.runner.settings import EngineSettings
 from edge_dflash.runner.worker import Worker
@@ -40,14 +39,6 @@ class Engine(Worker):
 
     def _loaded(self, lanes: int) -> None:
         self.pace.load = max(lanes, 1)
-
-    def _cycles(self, asked: Sequence[Asked]) -> Sequence[Outcome]:
-        try:
-            found = self.backend.cycles(asked) if len(asked) > 1 else [self.backend.cycle(asked[0])]
-            self._tell("passed", len(asked), sum(one.drafts + 1 for one in found if isinstance(one, Cycle)))
-            return found
-        except BaseException as error:  # it ends the cycles of all: each request has another error object
-            return [error, *(another(error) for _ in asked[1:])]
 
     def run(self, steps: Callable[[], Generator[None, None, T]]) -> T:
         """Run a small work between two requests or two chunks of a prompt, and wait for it.

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from edge_dflash.decode.backend import Asked, Outcome
+from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome
 from edge_dflash.decode.loop import Step, given
 from edge_dflash.errors import DeviceLostError, RequestError
-from edge_dflash.runner.failures import displaced, engine_failed
+from edge_dflash.runner.failures import another, displaced, engine_failed
 from edge_dflash.runner.job import Ending, Observer, Work
 from edge_dflash.runner.queue import PATIENCE, FairQueue, shares
 from edge_dflash.runner.ticket import Ticket
@@ -39,6 +39,8 @@ class Worker:
     wrong on the worker (an error outside a work, no memory, an exit) ends it: every ticket fails with
     EngineFailedError, and so does every later submission.
     """
+
+    backend: Backend  # runs the cycles that works ask for
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class Worker:
         self._failure: BaseException | None = None
         self._tickets: WeakSet[Ticket[Any, Any]] = WeakSet()  # whoever waits for one keeps it
         self._last: Callable[[], None] | None = None  # what its thread does in the end
-        self._worker = threading.Thread(target=self._live, name="edge-dflash engine", daemon=True)
+        self._worker = threading.Thread(target=self._work, name="edge-dflash engine", daemon=True)
         self._worker.start()
 
     @property
@@ -167,14 +169,6 @@ class Worker:
                 work.cancelled = True
             return True
 
-    def _live(self) -> None:
-        self._work()
-        if self._last is not None:
-            try:
-                self._last()
-            except Exception:
-                log.exception("the engine was closed on its own thread, and could not let go of its backend")
-
     def _work(self) -> None:
         """Turn by turn, a step of each work; those that ask for a cycle have it together."""
         try:
@@ -195,15 +189,31 @@ class Worker:
                         with Ending(partial(self._end, work)):
                             next(work.steps)
                 if waiting:
-                    prompted = time.perf_counter()
-                    self._commit(waiting, self._cycles([asked for _, asked in waiting]))
+                    prompted, asked = time.perf_counter(), [one for _, one in waiting]
+                    outcomes: Sequence[Outcome]
+                    try:
+                        outcomes = self.backend.cycles(asked)
+                    except BaseException as error:  # it ends the cycles of all: each has another error object
+                        outcomes = [error, *(another(error) for _ in asked[1:])]
+                    self._commit(waiting, outcomes)
                     self._share.took(prompted - began if turn.first else 0.0, time.perf_counter() - prompted)
-                turn = work = waiting = step = final = None  # type: ignore[assignment]  # nothing is held while it waits
+                # nothing is held while it waits
+                turn = work = waiting = asked = outcomes = step = final = None  # type: ignore[assignment]
         except BaseException as error:  # nobody may wait for a worker that is gone
             self._fail_all(error)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        try:
+            if self._last is not None:
+                self._last()
+        except Exception:
+            log.exception("the engine was closed on its own thread, and could not let go of its backend")
 
     def _commit(self, waiting: Sequence[tuple[Work[Any, Any], Asked]], outcomes: Sequence[Outcome]) -> None:
         """Give each work what became of the cycle that it asked for."""
+        self._tell("passed", len(waiting), sum(one.drafts + 1 for one in outcomes if isinstance(one, Cycle)))
         for (work, _), outcome in zip(waiting, outcomes, strict=True):
             final = None
             with Ending(partial(self._end, work)):
@@ -233,10 +243,6 @@ class Worker:
 
     def _loaded(self, lanes: int) -> None:
         """So many works decode in this turn."""
-
-    def _cycles(self, asked: Sequence[Asked]) -> Sequence[Outcome]:
-        """What became of the cycles that works asked for."""
-        raise NotImplementedError("these works have no backend")
 
     def _next(self) -> Turn | None:
         """What comes next, once there is something; None when the worker is closed and nothing waits."""

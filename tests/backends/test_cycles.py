@@ -9,7 +9,7 @@ from fakes import FakeBackend
 from service_support import TEXT_SHAPE, client_of, fake_service
 from text_support import thinking_tokenizer
 
-from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.backends.host_cycle import host_cycle, host_cycles
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.backend import Cycle
 from edge_dflash.planner import Planner
@@ -44,6 +44,9 @@ class Counting:
     def cycle(self, asked) -> Cycle:
         self.calls.append("cycle" if asked.drafting else "plain")
         return host_cycle(self.inner, asked)
+
+    def cycles(self, asked):
+        return host_cycles(self, asked)
 
     def only(self, plan, kind="cycle"):
         """One call a cycle since the last time, beside chunks of prompts and moves of state."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.backends.host_cycle import host_cycle, host_cycles
 from edge_dflash.decode.backend import PairShape, Snapshot
 from edge_dflash.decode.grammar.child import look, walk
 from edge_dflash.decode.sampling import pack
@@ -93,6 +93,9 @@ class FakeBackend:
 
     def cycle(self, asked):
         return host_cycle(self, asked)
+
+    def cycles(self, asked):
+        return host_cycles(self, asked)
 
     def propose(self, anchor, lane=0):
         self.passes.append("propose")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from edge_dflash.backends.cuda.graphs import ByRows
 from edge_dflash.backends.cuda.memory import ControlBlock
 from edge_dflash.backends.cuda.rows import NativeRows
 from edge_dflash.backends.cuda.slots import IDLE
@@ -56,7 +57,10 @@ class DeviceCycle:
         """What each lane found, or Interrupted or RequestError of its steering. Nothing of those is to be committed."""
         self._open()
         if self._drafting and all(turn.asked.steering is None for turn in self._turns):
-            return self._whole()
+            whole, rows = self._whole()
+            self._forget()
+            whole.of(rows).launch()
+            return self._read(whole.most(rows))
         began = time.perf_counter()
         if self._drafting:
             self._propose()
@@ -85,8 +89,11 @@ class DeviceCycle:
             words[turn.slot] = SlotWords(turn.asked.lane, at.wanted)
         self._backend.slots.put(words)
 
-    def _whole(self) -> list[Outcome]:
-        """All in one graph; where one lane is sampled or wants logits, all choose by their settings."""
+    def _whole(self) -> tuple[ByRows, int]:
+        """The graphs of a whole cycle, told how each lane chooses and how many of the rows count; those rows.
+
+        Where one lane is sampled or wants logits, all choose by their settings.
+        """
         most, count = self._backend.shape.drafts, self._graphs.slots
         counts, samplings = [(1, 0.0)] * count, [GREEDY] * count
         for turn in self._turns:
@@ -98,15 +105,16 @@ class DeviceCycle:
             self._chooser.prepare(*samplings)
             by_rows = self._graphs.cycles.sampled
         self._host.count(*counts)
-        self._forget()
-        rows = max(rows for rows, _ in counts)
-        by_rows.of(rows).launch()
-        results, found = self._host.read(by_rows.most(rows), count), list[Outcome]()
+        return by_rows, max(rows for rows, _ in counts)
+
+    def _read(self, rows: int) -> list[Outcome]:
+        """What a whole cycle of ``rows`` rows a slot found."""
+        results, found = self._host.read(rows, self._graphs.slots), list[Outcome]()
         for turn in self._turns:
             result = results[turn.slot]
             if not turn.asked.drafting:
                 result = replace(result, propose_seconds=0.0)
-            found.append(self._found(turn, result, result.counted, by_rows.most(rows)))
+            found.append(self._found(turn, result, result.counted, rows))
         return found
 
     def _propose(self) -> None:
