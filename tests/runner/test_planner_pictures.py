@@ -113,7 +113,7 @@ def test_a_session_that_is_cancelled_in_the_tower_is_as_it_was(planner, eyes):
     with planner.session() as session:
         first = session.plan(TEXT.ids, max_new_tokens=4)
         before = session.tokens
-        session._prompt = lambda task, *_: planner._encoder.prompt(task, None)
+        session._prompt = lambda known, task, *_: planner._encoder.prompt(task, None)
         eyes.go.clear()
         eyes.inside.clear()
         stream = session.stream(TWO.ids, max_new_tokens=4)

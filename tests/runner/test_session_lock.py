@@ -143,7 +143,7 @@ def test_an_observer_does_not_wait_for_who_waits_for_the_engine(planner):
 
     def on_the_engine():
         try:
-            session.close()
+            session.fork()
         except RequestError as error:
             refused.append(str(error))
 
