@@ -23,7 +23,8 @@ from edge_dflash.serve.fields import Refusal
 log = logging.getLogger("edge_dflash.serve")
 SUFFIX = ".session"
 ANSWERS = "answers.jsonl"
-Mark: TypeAlias = tuple[int, int, int]  # of a file: device, inode and time of its last change
+_HEAD = 4096  # first bytes of a session's file: they hold the checksum of all of it
+Mark: TypeAlias = bytes | int  # of a file: its first bytes; of anything else its inode
 LOCK = "lock"  # file in the state directory that a running server holds; it says its process
 
 
@@ -140,8 +141,10 @@ class SessionFiles:
         """Which file is there, of whatever kind; None: none."""
         path = self.path(name)
         with _told(f"cannot read {path}"), suppress(FileNotFoundError, NotADirectoryError):
-            found = path.lstat()
-            return found.st_dev, found.st_ino, found.st_mtime_ns
+            if not stat.S_ISREG((found := path.lstat()).st_mode):
+                return found.st_ino
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                return file.read(_HEAD)
         return None
 
     def names(self) -> list[str]:
