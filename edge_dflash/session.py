@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from edge_dflash.common.rules import Rule, checked
+from edge_dflash.common.rules import Rule, checked, is_deeper
 from edge_dflash.common.rules import path as any_path
 from edge_dflash.decode.options import Options, PlanOptions, Task, as_messages
 from edge_dflash.decode.pictured import Placed
@@ -276,11 +276,7 @@ def _conversation(state: SessionState) -> tuple[list[Message], str, bool]:
         raise TypeError("messages, tools or thinking are of another type")
     if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
         raise TypeError("a message is no object with a role")
-    level: list[object] = [note]
-    for _ in range(_DEEPEST):
-        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]  # type: ignore[attr-defined]
-        level = [inner for inner in level if isinstance(inner, dict | list)]
-    if level:
+    if is_deeper(note, _DEEPEST):
         raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
     said = as_messages(messages) or [] if messages else []
     for index, message in enumerate(said):
