@@ -3,7 +3,7 @@
 Where stderr is the journal, systemd says so in JOURNAL_STREAM, as device and inode of that stream (systemd.exec(5));
 the priority is then read from each line (sd-daemon(3)), and ``journalctl -p warning`` finds what went wrong.
 
-Nobody who logs waits for stderr: a thread of its own writes. Where the stream takes nothing, lines are dropped, and the
+Nobody who logs waits for stderr: another thread writes. Where the stream takes nothing, lines are dropped, and the
 next one that finds a place says how many.
 """
 
