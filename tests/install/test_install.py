@@ -571,7 +571,7 @@ def test_a_release_that_does_not_become_ready_is_taken_back(root, made, program,
     with pytest.raises(EdgeDflashError, match=r"two-\w+ did not become ready; one-\w+ serves again; journalctl"):
         install(made / "two", root, program=program, host=machine)
     assert releases.current(InstallPaths(root)) == one
-    assert machine.told[-3:] == [("restart", "two", False), "reload", ("restart", "one", False)]
+    assert machine.told[-3:] == [("restart", "two", False), "reload", ("restart", "one", False)]  # with its bounds
     three = install(made / "three", root, program=program, host=machine)
     assert three.previous == one
 
@@ -650,7 +650,7 @@ def test_the_command_line(cli, refused, root, made, program):
     assert len(found["written"]) == len(UNITS)
     code, out, err = cli("service", "install", made / "two", "--root", root, "--program", program, "--tcp")
     assert (code, out.endswith(" is installed\n")) == (0, True)
-    unit = root / "etc/systemd/system/edge-dflash.service"  # the bounds on its memory
+    unit = root / "etc/systemd/system/edge-dflash.service"  # with the bounds of the other bundle
     assert err.splitlines() == [f"wrote {unit}", f"wrote {root / TCP}", f"a rollback goes to {found['release']}"]
     code, out, _ = cli("service", "rollback", "--root", root)
     assert out == f"{found['release']} is current again\n"
