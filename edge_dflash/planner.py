@@ -278,7 +278,7 @@ class Planner(Planning[PlannerSession]):
             work = job = session._next(self._engine, task, options, began)
             jobs: Sequence[Job] = (job,)
         else:
-            request = prepare(self._model, options, self._encoder.prompt(task, options), began)
+            request = prepare(self._model, options, self._encoder.prompt(task, options, began), began)
             if count == 1:
                 work = job = Job(request, Home(), manager, pace)
                 jobs = (job,)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from edge_dflash.common.rules import Rule, checked
+from edge_dflash.common.rules import Rule, checked, is_deeper
 from edge_dflash.common.rules import path as any_path
 from edge_dflash.decode.options import Options, PlanOptions, Task, as_messages
 from edge_dflash.decode.pictured import Placed
@@ -27,7 +27,7 @@ from edge_dflash.runner.job import Home, Job
 from edge_dflash.runner.looking import Shown, name_of
 from edge_dflash.runner.request import Encoder, Model, Prompt, as_message, as_said, next_turn, prepare
 from edge_dflash.runner.stream import UNWANTED, AsyncPlanStream, PlanStream
-from edge_dflash.text.chat import Answer
+from edge_dflash.text.chat import Answer, for_templates
 from edge_dflash.text.images import sources_of
 from edge_dflash.text.template import Message
 
@@ -48,6 +48,7 @@ class PlannerSession:
         self._model = model
         self._encoder = encoder
         self._lock = threading.Lock()  # never held while a picture, a form or a disk is waited for
+        self._saving = threading.Lock()  # taken before the other one: files are written in the order of their states
         self._messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
         self._state: Session | None = None  # from the first turn on
         self._tools: str = ""  # that the conversation began with, as JSON
@@ -114,13 +115,14 @@ class PlannerSession:
         read it, and only the bundle that made it can load it. Raises StorageError when it cannot be written.
         """
         checked(_ARGUMENTS, {"path": path})
-        with self._held():
-            self._wait_for_turn()
-            if self._state is None:
-                raise RequestError("the session has no turn yet, there is nothing to save; save it after the first")
-            note = {"messages": self._messages, "tools": self._tools, "thinking": self._thinking}
-            state = self._engine.run(self._state.state)
-        return save_session(path, replace(state, note=json.dumps(note, default=dict)))
+        with self._held(self._saving):
+            with self._held():
+                self._wait_for_turn()
+                if self._state is None:
+                    raise RequestError("the session has no turn yet, there is nothing to save; save it after the first")
+                note = {"messages": self._messages, "tools": self._tools, "thinking": self._thinking}
+                state = self._engine.run(self._state.state)
+            return save_session(path, replace(state, note=json.dumps(note, default=dict)))
 
     def close(self) -> None:
         """Cancel its turn and give its memory back. Closing twice does no harm.
@@ -182,7 +184,7 @@ class PlannerSession:
         unwanted = UNWANTED.set(lambda: self._closed or gone())
         try:
             pictures = {name_of(placed.picture): placed.picture for placed in known.placed}
-            shown = self._encoder.read(as_said(self._model, task), pictures, options)
+            shown = self._encoder.read(as_said(self._model, task), pictures, options, began)
             shown = replace(shown, pictures={**pictures, **shown.pictures})
             tools = json.dumps(options.tools or [], default=dict)
             prompt = replace(self._prompt(known, task, shown, options, tools), ended=shown.ended)
@@ -207,19 +209,20 @@ class PlannerSession:
             prompt = next_turn(*what, thinking=known.thinking, shown=shown, placed=known.placed)
             if prompt is not None:
                 return prompt
-        if not known.messages and not shown.pictures:
-            return self._encoder.prompt(task, options)
+        if not known.messages:
+            return self._encoder.prompt(task, options, shown=shown)
         return self._encoder.conversation(Shown([*known.messages, *shown.messages], shown.pictures), options)
 
     @contextmanager
-    def _held(self) -> Iterator[None]:
+    def _held(self, lock: threading.Lock | None = None) -> Iterator[None]:
         """Nobody else changes the session. Raises RequestError where waiting for them would stop the engine."""
-        if not self._lock.acquire(blocking=not self._engine.here):
+        lock = lock or self._lock
+        if not lock.acquire(blocking=not self._engine.here):
             raise RequestError("the session is in use by another thread, which waits for this one; call on another one")
         try:
             yield
         finally:
-            self._lock.release()
+            lock.release()
             if self._closed:  # perhaps meanwhile, on the engine's thread, which does not wait
                 self._let_go(wait=False)
 
@@ -287,13 +290,11 @@ def _conversation(state: SessionState) -> tuple[list[Message], str, bool]:
         raise TypeError("messages, tools or thinking are of another type")
     if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
         raise TypeError("a message is no object with a role")
-    level: list[object] = [note]
-    for _ in range(_DEEPEST):
-        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]  # type: ignore[attr-defined]
-        level = [inner for inner in level if isinstance(inner, dict | list)]
-    if level:
+    if is_deeper(note, _DEEPEST):
         raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
     said = as_messages(messages) or [] if messages else []
+    for index, message in enumerate(said):
+        for_templates(message, index)
     names = {name_of(placed.picture) for placed in state.pictures}
     if strange := [source for source in sources_of(said) if source not in names]:
         raise ValueError(f"image {strange[0]!r:.60} of its messages is none of its images")

@@ -60,6 +60,15 @@ def lone_surrogate(value: Any, where: str) -> str | None:
     return None
 
 
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether a JSON value has objects or arrays in more than so many levels."""
+    level = [value]
+    for _ in range(levels):
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [inner for inner in level if isinstance(inner, dict | list)]
+    return bool(level)
+
+
 def refuse_surrogates(value: Any, where: str) -> None:
     """Raise RequestError, naming the place, when a text inside ``value`` holds a lone surrogate."""
     if (place := lone_surrogate(value, where)) is not None:

@@ -15,15 +15,15 @@ from tempfile import TemporaryDirectory
 def scratch(parent: Path, prefix: str) -> Iterator[Path]:
     """A directory in ``parent`` whose name begins with ``prefix``; removed at the end, however that comes."""
     for left in parent.glob(f"{prefix}*"):
-        with suppress(OSError), _held(left):
+        with suppress(OSError), locked(left):
             shutil.rmtree(left)
-    with TemporaryDirectory(dir=parent, prefix=prefix) as made, _held(Path(made)):
+    with TemporaryDirectory(dir=parent, prefix=prefix) as made, locked(Path(made)):
         yield Path(made)
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Lock a directory. Raises BlockingIOError where another process holds it."""
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a directory. Raises BlockingIOError where it is locked already, OSError where it cannot be."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -37,7 +37,7 @@ class Picture(Protocol):
 
     @property
     def digest(self) -> bytes:
-        """Of its size and decoded pixels."""
+        """Of its grid and its levels, all that the tower reads."""
         ...
 
     @property

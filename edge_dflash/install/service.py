@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from edge_dflash.board.linux import read_memory
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.common.files import directory
 from edge_dflash.common.rules import refuse_nul
@@ -220,7 +221,9 @@ def _bounded(layout: InstallPaths, name: str, unit: bytes) -> bytes:
         config = load_config(layout.root / CONFIG)
     except ConfigError:  # not there yet, or the service says so when it starts
         config = ServeConfig()
-    return bounded(unit.decode(), read_manifest(layout.releases / name / "bundle"), config).encode()
+    memory = read_memory(layout.root)  # none in a directory tree for another machine
+    manifest = read_manifest(layout.releases / name / "bundle")
+    return bounded(unit.decode(), manifest, config, None if memory is None else memory.total).encode()
 
 
 def _write(path: Path, content: bytes) -> bool:

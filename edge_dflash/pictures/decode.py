@@ -15,6 +15,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BytesIO
@@ -38,7 +39,7 @@ _ACCEPTED = (
 )
 _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8": "image/jpeg"}
 _BAND = 1 << 18  # pixels that are converted at a time
-_LOADING = threading.Lock()
+_SHARED = threading.Lock()  # held while a caller's own image is loaded, which may be given to two requests
 _ADDRESSES = ("http://", "https://", "ftp://", "file://")
 
 
@@ -104,7 +105,7 @@ def opened(source: object, limits: ImageLimits = DEFAULT_LIMITS) -> Opened:
         case bytes() | bytearray() | memoryview():
             return _opened_file(_copied(source, limits), limits)
         case _ if (pillow := sys.modules.get("PIL.Image")) is not None and isinstance(source, pillow.Image):
-            return Opened(source.height, source.width, lambda: _pixels(source))
+            return Opened(source.height, source.width, lambda: _pixels(source, _SHARED))
         case _:
             raise ImageError(f"an image is a {type(source).__name__}; give {_ACCEPTED}")
 
@@ -223,7 +224,7 @@ def _opened_file(data: bytes, limits: ImageLimits) -> Opened:
         raise _no_pillow() from None
     if not data.startswith(tuple(_SIGNATURES)):
         raise _unknown(len(data))
-    parts = parts_of(data)
+    parts = parts_of(data, limits.pixels)
 
     def pixels() -> Pixels:
         try:
@@ -237,12 +238,12 @@ def _opened_file(data: bytes, limits: ImageLimits) -> Opened:
     return Opened(parts.height, parts.width, pixels, parts.texts)
 
 
-def _pixels(image: Any) -> Pixels:
+def _pixels(image: Any, lock: AbstractContextManager[object] | None = None) -> Pixels:
     """Pixels of an image of Pillow, in bands: whole pictures of other forms are not made on the way."""
     try:
         from PIL import ImageOps
 
-        with _LOADING:  # a caller's image may be given to two requests
+        with lock or nullcontext():
             image.load()
         image = ImageOps.exif_transpose(image)
         found = np.empty((image.height, image.width, 3), np.uint8)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from edge_dflash.errors import ImageError
 
 MOST_SCANS = 64  # of a JPEG file; encoders write 1 to about 16
-MOST_WORK = 1 << 28  # scans of a JPEG file times its pixels: 13 scans of 20 million pixels, some 2 seconds of a core
+FULL_SCANS = 13  # of a picture of all the pixels that a request may have; encoders write about 10
+MOST_WORK = 1 << 28  # scans of a JPEG file times its pixels, where that is more: some 2 seconds of a core
 MOST_PARTS = 65_536  # segments of a JPEG file, chunks of a PNG file
 # Markers that decoders act upon, in compressed data too: no escape, no restart, nothing reserved.
 _MARKER = re.compile(rb"\xff([\xc0-\xc7\xc9-\xcf\xd8-\xdd\xe0-\xef\xfe])")
@@ -32,16 +33,20 @@ class Parts:
     texts: int = 0  # compressed ones
 
 
-def parts_of(data: bytes) -> Parts:
-    """The parts of a file. Raises ImageError for more than any encoder writes, or more work than a picture is."""
+def parts_of(data: bytes, pixels: int = 0) -> Parts:
+    """The parts of a file. Raises ImageError for more than any encoder writes, or more work than a picture is.
+
+    ``pixels``: those that a request may have.
+    """
     parts = _of_jpeg(data) if data.startswith(b"\xff\xd8") else _of_png(data)
     if parts.scans > MOST_SCANS or parts.count > MOST_PARTS:
         kind, most = ("scans", MOST_SCANS) if parts.scans > MOST_SCANS else ("parts", MOST_PARTS)
         raise ImageError(f"an image file has more than {most:,} {kind}; save it again as PNG or baseline JPEG")
-    if parts.scans > 1 and (work := parts.scans * parts.height * parts.width) > MOST_WORK:
+    most = max(MOST_WORK, FULL_SCANS * pixels)
+    if parts.scans > 1 and (work := parts.scans * parts.height * parts.width) > most:
         raise ImageError(
             f"an image file has {parts.scans} scans of {parts.height} x {parts.width} pixels, {work:,} pixels of all "
-            f"scans, at most {MOST_WORK:,} are decoded; save it again as PNG or baseline JPEG"
+            f"scans, at most {most:,} are decoded; save it again as PNG or baseline JPEG"
         )
     return parts
 

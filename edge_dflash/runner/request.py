@@ -85,8 +85,8 @@ class Encoder:
         self._model, self._room = model, room
         self._probed: OrderedDict[str, tuple[int, ...]] = OrderedDict()
 
-    def prompt(self, task: Task, options: Options) -> Prompt:
-        """The prompt of a task outside a session.
+    def prompt(self, task: Task, options: Options, began: float | None = None, shown: Shown | None = None) -> Prompt:
+        """The prompt of a task outside a session. ``began``: see :meth:`read`; ``shown``: the task, read already.
 
         Raises RequestError when it is of another kind, empty, or cannot be turned into ids.
         """
@@ -96,13 +96,17 @@ class Encoder:
         tokenizer = self._model.need_tokenizer("give token ids instead of text")
         if (text := _without_template(tokenizer, task, options)) is not None:
             return Prompt(without_images(self._model, text), said=task if isinstance(task, str) else None)
-        shown = self.read(messages, {}, options)
+        shown = shown or self.read(messages, {}, options, began)
         return replace(self.conversation(shown, options), ended=shown.ended)
 
-    def read(self, messages: list[Message], known: Mapping[str, Picture], options: Options) -> Shown:
-        """:func:`read_images` of a request, for as long as it may wait and there is room in the queue for it."""
-        deadline = None if options.deadline is None else time.perf_counter() + options.deadline
-        patience = Patience(deadline, UNWANTED.get())
+    def read(
+        self, messages: list[Message], known: Mapping[str, Picture], options: Options, began: float | None = None
+    ) -> Shown:
+        """:func:`read_images` of a request, for as long as it may wait and there is room in the queue for it.
+
+        ``began``: time.perf_counter() of its call, from which its deadline counts; None: now.
+        """
+        patience = _patience(options, time.perf_counter() if began is None else began)
 
         def check() -> None:
             patience.check()
@@ -276,16 +280,21 @@ def prepare(model: Model, options: Options, prompt: Prompt, began: float) -> Pre
     admitted = admit(model.backend.shape, prompt.ids, options, stop, keep, prompt.pictures)
     if options.stops:
         model.need_tokenizer("stop texts cannot be found; leave stop out")
-    deadline = None if options.deadline is None else began + options.deadline
+    patience = _patience(options, began)
     form, ended = None, prompt.ended
     try:
-        form = None if ended else _form(model, options, stop, Patience(deadline, UNWANTED.get()))
+        form = None if ended else _form(model, options, stop, patience)
     except Interrupted as interrupted:
         ended = interrupted.reason
     relaxation = _relaxation(model, options, prompt.ids)
     record = None if model.recorder is None or prompt.pictures or ended else model.recorder.of(prompt.said, options)
     made: dict[str, Any] = {"form": form, "relaxation": relaxation, "record": record, "ended": ended}
-    return Prepared(**vars(admitted), **made, model=model, began=began, deadline=deadline)
+    return Prepared(**vars(admitted), **made, model=model, began=began, deadline=patience.deadline)
+
+
+def _patience(options: Options, began: float) -> Patience:
+    """How long the caller waits for a request that began then, while it is prepared."""
+    return Patience(None if options.deadline is None else began + options.deadline, UNWANTED.get())
 
 
 def ends_of_form(model: Model) -> tuple[int, ...]:

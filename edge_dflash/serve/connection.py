@@ -72,6 +72,7 @@ class _Bounded(H11Protocol, asyncio.BufferedProtocol):
     _unheard = True  # nothing was read from it yet
     _ended = False  # it makes room, and counts no more
     _origin = ""  # the user or the address at its other end
+    _full = ""  # which bound was reached when it was refused a place, or made room
     _since = 0.0  # when it began to wait for what it waits for
     _head = b""  # the last bytes of headers that go on
     _lines = 0  # of them so far
@@ -90,23 +91,33 @@ class _Bounded(H11Protocol, asyncio.BufferedProtocol):
             self.loop.call_soon(self.loop.call_soon, self._heard)  # between the two the loop reads what is there
         else:
             self._ended = True
-            self._refuse(Refusal(f"{self.most} connections are open, which is the limit", status=503, retry_after=1))
+            self._refuse(Refusal(self._full, status=503, retry_after=1))
 
     def _has_place(self) -> bool:
-        """Whether it may stay. If need be one that waits for its client makes room: of who has most, the oldest."""
+        """Whether it may stay. If need be one that waits for its client makes room: of who has most, the oldest.
+
+        While somebody has more than an even share, it is one of who has most, whatever the others wait for.
+        """
         others = [one for one in self.connections if one is not self and isinstance(one, _Bounded)]
         others = [one for one in others if _local(one) == _local(self) and not one._ended]
-        if len(own := [one for one in others if one._origin == self._origin]) >= max(1, self.most * 3 // 4):
-            others = own
+        share, full = max(1, self.most * 3 // 4), f"{self.most} connections are open, which is the limit"
+        if len(own := [one for one in others if one._origin == self._origin]) >= share:
+            others, full = (
+                own,
+                f"{share} of {self.most} connections are open from one user or address, which is its share",
+            )
         elif len(others) < self.most:
             return True
         crowds = Counter(one._origin for one in others)
-        waiting = [(waits, -crowds[one._origin], one._since, id(one), one)
+        even = self.most // len({*crowds, self._origin})
+        over = Counter({origin: size for origin, size in crowds.items() if size > even})
+        waiting = [(-over[one._origin], waits, -crowds[one._origin], one._since, id(one), one)
                    for one in others if (waits := one._waits) is not None]  # fmt: skip
-        if not waiting:
-            return False
-        min(waiting)[-1]._make_room()
-        return True
+        chosen = min(waiting)[-1] if waiting else self
+        chosen._full = full
+        if chosen is not self:
+            chosen._make_room()
+        return chosen is not self
 
     @property
     def _waits(self) -> _Waits | None:
@@ -124,7 +135,7 @@ class _Bounded(H11Protocol, asyncio.BufferedProtocol):
     def _make_room(self) -> None:
         """End it now, for another one; told if that can be."""
         if self._unread is None and not self._refused:
-            why = f"{self.most} connections are open, which is the limit, and this one waited for its client"
+            why = f"{self._full}, and this one waited for its client"
             self._refuse(Refusal(why, status=503, retry_after=1))
         self._ended = True
         if self._wire.get_write_buffer_size() or not self._wire.is_closing():

@@ -25,7 +25,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edge_dflash.common.rules import lone_surrogate, surrogate_message
+from edge_dflash.common.rules import is_deeper, lone_surrogate, surrogate_message
 from edge_dflash.decode.options import PlanOptions
 from edge_dflash.errors import ConfigError
 from edge_dflash.serve.config import LimitConfig
@@ -209,13 +209,9 @@ def parse_object(body: bytes, depth: int) -> dict[str, Any]:
         raise Refusal(f"the body is of type {type(value).__name__}; send a JSON object", code="json")
     if b"\\ud" in body.lower() and (place := lone_surrogate(value, "")) is not None:  # in UTF-8 only by an escape
         raise Refusal(surrogate_message(place), param=place, code="json")
-    level: list[Any] = [value]
-    for _ in range(depth):
-        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [inner for inner in level if isinstance(inner, dict | list)]
-        if not level:
-            return value
-    raise _too_deep(depth)
+    if is_deeper(value, depth):
+        raise _too_deep(depth)
+    return value
 
 
 def _containers(body: bytes) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 
 from edge_dflash.decode.options import PlanOptions
 from edge_dflash.errors import RequestError
-from edge_dflash.serve.content import read_content
 from edge_dflash.serve.fields import BodyFields, Refusal
 from edge_dflash.serve.shapes import ARGUMENTS, CALLED, CHOICES, CONTENT, ROLES, SAID, TOOL_CHOICE
+from edge_dflash.text.images import read_content
 from edge_dflash.text.template import Message
 
 
@@ -33,7 +33,7 @@ def _message(given: Any, path: str) -> Message:
     else:
         fields.only("tool_calls", why="only an assistant calls tools")
     try:
-        content = read_content(fields.take("content", CONTENT), role, fields.name("content"))
+        content = read_content(fields.take("content", CONTENT), role, fields.name("content"), only_urls=True)
     except RequestError as error:
         raise Refusal(str(error), param=fields.name("content")) from None
     fields.also({"anyOf": [SAID, CALLED]} if assistant else SAID)

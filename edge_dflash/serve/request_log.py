@@ -21,6 +21,7 @@ from edge_dflash.serve.fields import Refusal
 
 log = logging.getLogger("edge_dflash.requests")
 _POLLS = ("/health", "/ready", "/metrics")  # asked every few seconds: logged when they are refused
+_STRANGERS = 20  # lines a second of requests that nobody in particular made, or that ask for nothing that is there
 _LONGEST = 100  # characters of what a client chose
 _FIELD = re.compile(r"[A-Za-z0-9_.\[\]]{1,60}")
 
@@ -35,6 +36,7 @@ class RequestLog:
         """``which``: service.log of the configuration."""
         self._app = app
         self._which = which
+        self._second = self._lines = self._left_out = 0  # of strangers' requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Go on, and log what came of it."""
@@ -66,6 +68,8 @@ class RequestLog:
             return
         if scope["path"] in _POLLS and refused is None:
             return
+        if self._is_left_out(stranger="account" not in state or status in (404, 405)):
+            return
         level = logging.ERROR if worst >= 500 else logging.WARNING if worst >= 400 else logging.INFO
         path = (scope.get("raw_path") or scope["path"].encode("utf-8", "replace")).decode("latin-1").partition("?")[0]
         words = {
@@ -78,6 +82,17 @@ class RequestLog:
         }
         said = " ".join(f"{name}={value}" for name, value in words.items())
         log.log(level, "%s %s %s %s", _safe(scope["method"]), _safe(path, "/%"), status or "-", said)
+
+    def _is_left_out(self, *, stranger: bool) -> bool:
+        """Whether a request of a flood has no line; the first one of a later second says how many had none."""
+        if (now := int(time.monotonic())) != self._second:
+            if self._left_out:
+                log.warning("%d more requests were refused, too many for a line each", self._left_out)
+            self._second, self._lines, self._left_out = now, 0, 0
+        self._lines += stranger
+        left_out = stranger and self._lines > _STRANGERS
+        self._left_out += left_out
+        return left_out
 
 
 def _caller(state: Mapping[str, Any]) -> str:

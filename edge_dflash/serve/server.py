@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import uvicorn
 
@@ -244,11 +244,17 @@ async def _main(
         await asyncio.wait({serving}, timeout=10)
         if stopping.done() and service.stalled_seconds() > 0:
             log.error("the engine hangs; leaving it")
-            put_away()
-            os._exit(ServiceError.exit_code)
+            _leave(put_away, ServiceError.exit_code)
         watching.cancel()
         stopping.cancel()
         await asyncio.to_thread(service.close)
+
+
+def _leave(put_away: Callable[[], None], code: int) -> NoReturn:
+    """End the process without ceremony, but for its last lines of the log."""
+    put_away()
+    logging.shutdown()
+    os._exit(code)
 
 
 async def _load(service: Service, stopping: asyncio.Task[bool], put_away: Callable[[], None], showing: Showing) -> None:
@@ -258,8 +264,7 @@ async def _load(service: Service, stopping: asyncio.Task[bool], put_away: Callab
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         log.warning("stopped while loading")
-        put_away()
-        os._exit(0)  # a load cannot be interrupted; nothing was begun that would have to be ended
+        _leave(put_away, 0)  # a load cannot be interrupted; nothing was begun that would have to be ended
     try:
         loading.result()
     except EdgeDflashError as error:

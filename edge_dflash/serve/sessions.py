@@ -12,10 +12,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from array import array
 from collections import OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +172,19 @@ class Sessions:
         with self._lock:
             for slot in self._slots.values() if soon else ():
                 slot.due = slot.session is not None and slot.session.busy
-            slots = [(name, slot) for name, slot in self._slots.items() if not (soon and slot.due)]
-        return [problem for name, slot in slots if (problem := self._saved(name, slot))]
+            names = [name for name, slot in self._slots.items() if not (soon and slot.due)]
+        return [problem for name in names if (problem := self._saved_if_there(name))]
+
+    def _saved_if_there(self, name: str) -> str:
+        """Save a session if it is there and not saved, and keep it there meanwhile; returns what went wrong."""
+        with self._lock:
+            if (slot := self._slots.get(name)) is None:
+                return ""
+            slot.users += 1
+        try:
+            return self._saved(name, slot)
+        finally:
+            self._let_go(name, slot)
 
     def _saved(self, name: str, slot: _Slot) -> str:
         """Save a session if it is not saved; returns what went wrong."""
@@ -184,19 +197,12 @@ class Sessions:
                 problem = f"session {name}: {error}"
                 if not isinstance(error, Refusal) or error.code != _EXISTS:
                     return problem
-        return f"{problem}; {self._saved_beside(name)}"
-
-    def _saved_beside(self, name: str) -> str:
-        """Save a session whose file became another's under the first name that is free; says what came of it."""
-        for number in range(2, 100):
-            beside = f"{name[:60]}-{number}"
-            try:
-                self.save(name, beside, replace=True)
-                return f"it is saved as {beside!r}"
-            except EdgeDflashError as error:
-                if not isinstance(error, Refusal) or error.code != _EXISTS:
-                    return str(error)
-        return "no name beside it is free"
+            beside = f"{name[:50]}-{_fingerprint(slot)}"  # its file became another's
+        try:
+            self.save(name, beside, replace=True)
+            return f"{problem}; it is saved as {beside!r}"
+        except EdgeDflashError as error:
+            return f"{problem}; {error}"
 
     def _slot(self, name: str) -> _Slot:
         """The slot of a name, with one more user; another one is closed if there are too many."""
@@ -282,9 +288,10 @@ class Sessions:
         taken = target is not slot and (target.session is not None or there is not None)
         if taken and not (replace and self._is_earlier(to, target, there, slot.session.tokens)):
             raise _exists(to)
+        held = len(slot.session.tokens)  # at least: a turn may end before the state is taken, and while it is written
         size = slot.session.save(self._files.path(to))
         if target is slot:
-            slot.saved, slot.file = len(slot.session.tokens), self._files.mark(to)
+            slot.saved, slot.file = held, self._files.mark(to)
         elif target.session is not None:
             target.session.close()
             target.session = None
@@ -311,6 +318,12 @@ class Sessions:
 
 def _unsaved(slot: _Slot) -> bool:
     return slot.session is not None and len(slot.session.tokens) > slot.saved
+
+
+def _fingerprint(slot: _Slot) -> str:
+    """What tells the tokens of a session from others."""
+    tokens = slot.session.tokens if slot.session is not None else ()
+    return blake2b(array("I", tokens).tobytes(), digest_size=6).hexdigest()
 
 
 def _unknown(name: str) -> Refusal:

@@ -10,11 +10,12 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
 from edge_dflash.common.files import read_text
+from edge_dflash.common.scratch import locked
 from edge_dflash.decode.saved import partial_of
 from edge_dflash.errors import ServiceError, StorageError
 from edge_dflash.runner.recording import Recording
@@ -23,7 +24,8 @@ from edge_dflash.serve.fields import Refusal
 log = logging.getLogger("edge_dflash.serve")
 SUFFIX = ".session"
 ANSWERS = "answers.jsonl"
-Mark: TypeAlias = tuple[int, int, int]  # of a file: device, inode and time of its last change
+_HEAD = 4096  # first bytes of a session's file: they hold the checksum of all of it
+Mark: TypeAlias = bytes | int  # of a file: its first bytes; of anything else its inode
 LOCK = "lock"  # file in the state directory that a running server holds; it says its process
 
 
@@ -35,33 +37,34 @@ def held(directory: Path) -> Iterator[None]:
     memory, and nothing can be saved there either.
     """
     made = not directory.exists()
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        itself = _locked_directory(directory)  # whose lock stays when somebody removes the file
+    with ExitStack() as itself:
         try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                itself.enter_context(locked(directory))  # a lock that stays when somebody removes the file
+            except BlockingIOError:
+                raise _taken(directory / LOCK) from None
+            except OSError:
+                pass  # such as NFS, which has no locks of directories
             descriptor = _locked(directory / LOCK)
-        except BaseException:
-            os.close(itself)
-            raise
-    except OSError as error:
-        log.warning(
-            "cannot lock the state directory %s: %s; sessions may not be saved, another --state-dir may do",
-            directory, error.strerror,
-        )  # fmt: skip
-        yield
-        return
-    try:
-        with suppress(OSError):  # a full disk: the lock holds all the same
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
-        yield
-    finally:
-        with suppress(OSError):
-            (directory / LOCK).unlink()
-            if made:
-                directory.rmdir()  # if nothing was saved
-        os.close(descriptor)
-        os.close(itself)
+        except OSError as error:
+            log.warning(
+                "cannot lock the state directory %s: %s; sessions may not be saved, another --state-dir may do",
+                directory, error.strerror,
+            )  # fmt: skip
+            yield
+            return
+        try:
+            with suppress(OSError):  # a full disk: the lock holds all the same
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+            yield
+        finally:
+            with suppress(OSError):
+                (directory / LOCK).unlink()
+                if made:
+                    directory.rmdir()  # if nothing was saved
+            os.close(descriptor)
 
 
 def recording_in(directory: Path, limit: int) -> Recording | None:
@@ -92,19 +95,6 @@ def _locked(path: Path) -> int:
         except FileNotFoundError:
             pass
         os.close(descriptor)  # its holder ended meanwhile and took the file away
-
-
-def _locked_directory(directory: Path) -> int:
-    """A descriptor that holds the directory itself, as far as its file system has locks of directories."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise _taken(directory / LOCK) from None
-    except OSError:
-        pass  # such as NFS
-    return descriptor
 
 
 def _taken(path: Path) -> ServiceError:
@@ -140,8 +130,10 @@ class SessionFiles:
         """Which file is there, of whatever kind; None: none."""
         path = self.path(name)
         with _told(f"cannot read {path}"), suppress(FileNotFoundError, NotADirectoryError):
-            found = path.lstat()
-            return found.st_dev, found.st_ino, found.st_mtime_ns
+            if not stat.S_ISREG((found := path.lstat()).st_mode):
+                return found.st_ino
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                return file.read(_HEAD)
         return None
 
     def names(self) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, short
 from edge_dflash.text.template import Message
 from edge_dflash.text.tokenizer import Detokenizer, Tokenizer
 from edge_dflash.text.tool_calls import (
@@ -91,7 +91,7 @@ def render_conversation(
     calls, which OpenAI writes as JSON text, become objects, as templates want them. Raises RequestError when a tool has
     no name, the template takes no tools, or it refuses the messages.
     """
-    prepared = [_prepared(message, index) for index, message in enumerate(messages)]
+    prepared = [for_templates(message, index) for index, message in enumerate(messages)]
     if not tools:
         return tokenizer.render_pieces(prepared, **variables)
     for index, tool in enumerate(tools):
@@ -266,8 +266,11 @@ class _Span:
         return certain
 
 
-def _prepared(message: Message, index: int) -> Message:
-    """A message as templates want it: ``content`` is there, and arguments of tool calls are objects."""
+def for_templates(message: Message, index: int) -> Message:
+    """A message as templates want it: ``content`` is there, and arguments of tool calls are objects.
+
+    Raises RequestError for tool calls that are none.
+    """
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not calls:
         return message
@@ -280,6 +283,8 @@ def _with_object(call: object, index: int) -> dict[str, Any]:
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         raise RequestError(f"a tool call of message {index} has no function with a name; give the call as it came")
+    if not isinstance(call.get("id"), str | None):
+        raise RequestError(f"the id of a tool call of message {index} is {short(call['id'])}; give a text")
     arguments = inner.get("arguments", {})
     if isinstance(arguments, str):
         try:

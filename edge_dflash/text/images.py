@@ -16,7 +16,8 @@ from edge_dflash.text.template import Message, content_text
 ROLES = ("user", "tool")  # whose messages may hold images
 _KINDS = ("image", "image_url")
 _STANDINS = range(0xE100, 0xF8FF)  # private use
-_FORMS = '{"type": "image", "image": ...} or {"type": "image_url", "image_url": {"url": "data:image/..."}}'
+_DETAILS = ("auto", "low", "high")  # without effect: an image is resized as the model's processor does
+_URL = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
 
 
 def is_image(part: object) -> bool:
@@ -29,28 +30,61 @@ def with_parts(message: Message, index: int) -> Message:
 
     Raises RequestError for parts of another kind, and for an image of somebody who shows none.
     """
-    content = message.get("content") if isinstance(message, Mapping) else None
-    where = f"content of message {index}"
-    if not isinstance(message, Mapping) or isinstance(content, str | None):
+    if not isinstance(message, Mapping) or isinstance(message.get("content"), str | None):
         return message
-    if not isinstance(content, list | tuple) or not any(map(is_image, content)):
-        return {**message, "content": content_text(content, where)}
-    if message.get("role") not in ROLES:
-        raise RequestError(f"message {index} of role {short(message.get('role'))} holds an image; a user shows images")
-    return {**message, "content": [_part(part, f"{where}[{at}]") for at, part in enumerate(content)]}
+    return {**message, "content": read_content(message["content"], message.get("role"), f"content of message {index}")}
 
 
-def _part(part: Any, where: str) -> Mapping[str, object]:
-    if not is_image(part):
-        return {"type": "text", "text": content_text([part], where.rpartition("[")[0]) or ""}
+def read_content(
+    content: Any, role: object, where: str, *, only_urls: bool = False
+) -> str | list[Mapping[str, object]] | None:
+    """A content as one text, or as a list of texts and images where there are some.
+
+    ``only_urls``: an image is a data URL, as the OpenAI API has it: whoever asks reads no file and no address here.
+    Raises RequestError, naming ``where``, for parts of another kind, and for an image of somebody who shows none.
+    """
+    kinds = _KINDS[1:] if only_urls else _KINDS
+    images = [is_image(part) and part["type"] in kinds for part in content] if isinstance(content, list | tuple) else []
+    if not any(images):
+        return content_text(content, where)
+    if role not in ROLES:
+        raise RequestError(f"{where} of role {short(role)} holds an image; a user shows images")
+    return [
+        _image(part, f"{where}[{at}]", only_urls) if images[at] else _text(part, f"{where}[{at}]", only_urls)
+        for at, part in enumerate(content)
+    ]
+
+
+def _forms(only_urls: bool) -> str:
+    return _URL if only_urls else f'{{"type": "image", "image": ...}} or {_URL}'
+
+
+def _text(part: Any, where: str, only_urls: bool) -> Mapping[str, object]:
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        forms = f'give parts {{"type": "text", "text": "..."}} or {_forms(only_urls)}'
+        raise RequestError(f"{where} is {short(part)}; {forms}")
+    if unknown := [key for key in part if key not in ("type", "text")]:
+        raise RequestError(f"{where}.{unknown[0]!s:.60} is unknown here; known are text, type")
+    return {"type": "text", "text": part["text"]}
+
+
+def _image(part: Mapping[str, Any], where: str, only_urls: bool) -> Mapping[str, object]:
     kind = part["type"]
-    source = part.get(kind)
-    if kind == "image_url" and isinstance(source, Mapping):
-        if unknown := [key for key in source if key not in ("url", "detail")]:
-            raise RequestError(f"{where}.image_url.{unknown[0]!s:.60} is unknown here; known are url, detail")
-        source = source.get("url")
-    if source is None or (unknown := [key for key in part if key not in ("type", kind)]):
-        raise RequestError(f"{where} is no image ({short(list(part))}); give {_FORMS}, or a part of type text")
+    given = part.get(kind)
+    inner = given if kind == "image_url" and isinstance(given, Mapping) else {"url": given}
+    source: Any = inner.get("url")
+    wrong = source is None or (only_urls and (inner is not given or not isinstance(source, str)))
+    if wrong or any(key not in ("type", kind) for key in part):
+        keys = short(list(part))
+        raise RequestError(f"{where} is no image ({keys}); give {_forms(only_urls)}, or a part of type text")
+    if unknown := [key for key in inner if key not in ("url", "detail")]:
+        raise RequestError(f"{where}.image_url.{unknown[0]!s:.60} is unknown here; known are url, detail")
+    if inner.get("detail", "auto") not in _DETAILS:
+        raise RequestError(f"{where}.image_url.detail is {short(inner['detail'])}; give one of {', '.join(_DETAILS)}")
+    if only_urls and not source.startswith("data:"):
+        raise RequestError(
+            f"{where}.image_url.url is {short(source)}; nothing is fetched: give data:image/png;base64,..."
+        )
     return {"type": "image", "image": source}
 
 

@@ -26,7 +26,7 @@ from edge_dflash.install.host import InstallPaths, Systemd, host_of
 from edge_dflash.install.memory import memory_parts
 from edge_dflash.install.service import InstallOptions, check_visible, find_program, install, remove, rollback
 from edge_dflash.model import pair_programs
-from edge_dflash.serve.config import EngineConfig, ServeConfig
+from edge_dflash.serve.config import EngineConfig, ServeConfig, load_config
 
 UNITS = [
     "etc/edge-dflash/config.toml",
@@ -683,6 +683,26 @@ def test_the_bounds_on_memory_are_those_of_the_release_that_is_served(root, made
     (root / "etc/edge-dflash/config.toml").write_text("nonsense")
     install(made / "one", root, program=program)
     assert bounds(root) == one
+
+
+@pytest.mark.parametrize(("gib", "holds"), [(128, True), (8, True), (5, True), (2, False)])
+def test_a_leak_ends_the_service_before_it_ends_the_machine(root, made, program, gib, holds, caplog):
+    config = root / "etc/edge-dflash/config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text("[engine]\nqueue = 1024\n[limits]\nconnections = 1024\n")  # most of it never comes at once
+    install(made / "one", root, program=program)
+    free = bounds(root)
+    (root / "proc").mkdir()
+    lines = "MemAvailable: 1 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
+    (root / "proc/meminfo").write_text(f"MemTotal: {gib << 20} kB\n{lines}")
+    install(made / "one", root, program=program)
+    high, top = bounds(root)
+    parts = memory_parts(read_manifest(made / "one"), load_config(config))
+    needed = sum(parts[name] for name in ("the pair", "system prompts", "larger images", "program"))
+    assert needed <= high <= top
+    assert top == (min(free[1], (gib << 30) * 7 // 8) if holds else needed)
+    assert ([high, top] == free) == (gib == 128)
+    assert ("leaves less than 12.5 % to other programs; serve a smaller bundle" in caplog.text) == (not holds)
 
 
 def test_bounds_count_what_a_pair_that_sees_may_take(made):

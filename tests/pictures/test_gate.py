@@ -16,8 +16,9 @@ from picture_files import PUBLISHED, encoded, noise
 from PIL import Image
 
 from edge_dflash.errors import ImageError
+from edge_dflash.pictures import decode as reading
 from edge_dflash.pictures.gate import PIXEL_BYTES, Gate, in_flight
-from edge_dflash.pictures.parts import MOST_WORK
+from edge_dflash.pictures.parts import MOST_WORK, parts_of
 from edge_dflash.pictures.picture import picture_of, pictures_of
 
 SIDE = 2400  # of large pictures: 5.8 million pixels
@@ -169,6 +170,20 @@ def test_scans_times_pixels_are_bounded_before_they_are_decoded():
     assert 60 * side**2 > MOST_WORK
     with pytest.raises(ImageError, match=r"60 scans of 2200 x 2200 pixels, 290,400,000 pixels of all scans, at most"):
         picture_of(progressive(60, side), PUBLISHED)
+
+
+def test_a_picture_of_all_the_pixels_that_are_allowed_may_have_the_scans_of_any_encoder():
+    file = progressive(13, 640)
+    size = struct.pack(">HH", 640, 640)
+    assert file.count(size) == 1
+    huge = file.replace(size, struct.pack(">HH", 8000, 10000))  # says so, and is never decoded
+    parts = parts_of(huge, 80_000_000)
+    assert (parts.scans, parts.height * parts.width) == (13, 80_000_000)
+    assert reading.opened(huge, reading.ImageLimits(pixels=80_000_000)).width == 10000
+    with pytest.raises(ImageError, match="at most 268,435,456 are decoded"):
+        reading.opened(huge)
+    with pytest.raises(ImageError, match="at most 1,040,000,000 are decoded"):
+        parts_of(progressive(20, 640).replace(size, struct.pack(">HH", 8000, 10000)), 80_000_000)
 
 
 def test_a_size_that_is_said_twice_is_no_size():

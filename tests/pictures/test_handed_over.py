@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import gc
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from picture_files import GOLDEN, encoded, noise
-from PIL import Image
+from PIL import Image, ImageFile
 
 from edge_dflash.errors import ImageError
 from edge_dflash.pictures import decode as reading
@@ -206,6 +208,20 @@ def test_the_same_image_of_pillow_twice_at_the_same_time(tmp_path):
         with Image.open(file) as image:
             found = making.pictures_of([image] * 8, GOLDEN)
         assert len({one.digest for one in found}) == 1
+
+
+def test_files_are_decoded_at_the_same_time(monkeypatch):
+    inside, load = threading.Barrier(2), ImageFile.ImageFile.load
+
+    def together(image):
+        if image.tile:
+            inside.wait(20)
+        return load(image)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", together)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(reading.decode, [encoded(noise(300, 400))] * 2))
+    assert (found[0] == found[1]).all()
 
 
 def test_a_url_of_data_is_read_as_its_file_is():

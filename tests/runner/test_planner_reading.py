@@ -11,6 +11,7 @@ from picture_files import noise
 from pictures_support import seeing, sighted
 
 from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.decode.options import Options
 from edge_dflash.errors import QueueFullError, RequestError
 from edge_dflash.pictures import picture as making
 
@@ -80,6 +81,29 @@ def test_a_deadline_ends_the_waiting_for_memory(planner):
             assert (session.messages, session.tokens) == ((), ())
     assert planner.plan(shown(FRAMES[0]), **OPTIONS).tokens
     assert gate.held == 0
+
+
+@pytest.mark.parametrize("system", [None, "You plan."])
+def test_a_turn_that_ends_while_it_waits_for_memory_reads_each_image_once(planner, monkeypatch, system):
+    opened, counted = making.opened, []
+    monkeypatch.setattr(making, "opened", lambda *given: counted.append(1) or opened(*given))
+    gate = planner._model.images.gate
+    with gate.hold(gate.budget), planner.session(system) as session:
+        assert session.plan(shown(FRAMES[0]), deadline=0.2, **OPTIONS).finish_reason == "deadline"
+    assert len(counted) == 1
+
+
+def test_a_deadline_counts_from_the_call_and_not_from_where_images_are_read(planner):
+    began = time.perf_counter() - 30
+    read = planner._encoder.read(shown(FRAMES[0]), {}, Options(deadline=20.0), began)
+    assert read.ended == "deadline"
+    gate, session = planner._model.images.gate, planner.session()
+    for ask in (lambda *given: planner._ask(given[0], None, *given[1:]), session._next):
+        known = [planner._engine] if ask == session._next else []
+        with gate.hold(gate.budget):
+            asked = ask(*known, shown(FRAMES[0]), Options(deadline=20.0), began)
+        job = asked if known else asked[1][0]._job
+        assert job.request.ended == "deadline"
 
 
 def test_cancelling_ends_the_waiting_for_memory(planner):

@@ -206,6 +206,32 @@ def test_names_of_other_pictures_in_its_messages_are_refused(planner, files, tmp
         planner.load_session(tmp_path / "s")
 
 
+CALL = {"id": "i", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [[1], "x", 7, {"a": 1}, [None], [[CALL]], [{"id": "i", "function": 3}], [{}], [CALL, {**CALL, "id": 7}],
+     *([{**CALL, "id": wrong}] for wrong in (["u"], {"u": 1}, 7, False)),
+     [{**CALL, "function": {"name": "f", "arguments": "["}}]],
+)  # fmt: skip
+def test_calls_that_nobody_made_are_refused_when_the_file_is_loaded(planner, files, tmp_path, calls):
+    file = File(files["text"])
+    assert file.note["messages"][2]["role"] == "assistant"
+    file.note["messages"][2]["tool_calls"] = calls
+    file.write(tmp_path / "s")
+    with pytest.raises(RequestError, match=r"holds no conversation of a planner; .* message 2 "):
+        planner.load_session(tmp_path / "s")
+
+
+@pytest.mark.parametrize("calls", [None, [], [CALL], [{**CALL, "id": None}], [{"name": "f", "arguments": {}}]])
+def test_calls_that_templates_take_are_loaded(planner, files, tmp_path, calls):
+    file = File(files["text"])
+    file.note["messages"][2]["tool_calls"] = calls
+    file.write(tmp_path / "s")
+    assert outcome(planner, tmp_path / "s")
+
+
 def noisy(file, seed=0):
     """The file with another state under the same tokens."""
     rng = np.random.default_rng(seed)

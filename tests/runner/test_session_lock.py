@@ -41,7 +41,7 @@ class Slow:
         return self.inner(*args, **more)
 
 
-PLACES = [(session_module, "read_images"), (request_module, "compile_form")]
+PLACES = [(request_module, "read_images"), (request_module, "compile_form")]
 
 
 @pytest.fixture
@@ -150,3 +150,33 @@ def test_an_observer_does_not_wait_for_who_waits_for_the_engine(planner):
     with session._held():
         planner._engine.call(on_the_engine)
     assert refused == ["the session is in use by another thread, which waits for this one; call on another one"]
+
+
+def test_of_two_saves_to_one_path_the_newer_state_stays(planner, pool, monkeypatch, tmp_path):
+    session = planner.session()
+    session.plan("Go.", max_new_tokens=4)
+    slow = Slow(monkeypatch, session_module, "save_session")
+    older = pool.submit(session.save, tmp_path / "saved")
+    try:
+        assert slow.reached.wait(PATIENT)
+        session.plan("Wait.", max_new_tokens=4)
+        newer = pool.submit(session.save, tmp_path / "saved")
+        assert session.fork().tokens == session.tokens
+        threading.Event().wait(0.1)
+        assert slow.calls == 1
+    finally:
+        slow.go.set()
+    assert newer.result(PATIENT) > older.result(PATIENT) > 0
+    assert planner.load_session(tmp_path / "saved").tokens == session.tokens
+
+
+def test_an_observer_does_not_wait_for_a_disk(planner):
+    session = planner.session()
+    session.plan("Go.", max_new_tokens=4)
+
+    def on_the_engine():
+        with pytest.raises(RequestError, match="in use by another thread"):
+            session.save("nowhere")
+
+    with session._saving:
+        planner._engine.call(on_the_engine)

@@ -13,6 +13,8 @@ from fakes import FakeBackend
 from planner_support import Gate
 from service_support import TEXT_SHAPE, Process, fake_service, live
 
+from edge_dflash.serve.connection import _network, _Waits, bounded_connection
+
 CROWD, CALLS = 200, 56
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -122,7 +124,9 @@ def test_the_oldest_in_its_headers_makes_room_and_is_told(process):
         answer = first.recv(65536)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1\r\n" in answer
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"].startswith("64 connections are open")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"].startswith(
+            "48 of 64 connections are open from one user or address, which is its share, and this one waited"
+        )
         while b"}" not in idle.recv(65536):
             pass
         idle.sendall(GET + b"\r\n")  # one that was served already stays as long as others are in their headers
@@ -208,9 +212,52 @@ def test_a_request_with_two_ends_is_refused_and_ends_the_connection(process, hea
 
 
 def test_addresses_share_as_their_networks():
-    from edge_dflash.serve.connection import _network
-
     assert _network(("10.0.0.1", 5)) == _network(("10.0.0.1", 6)) == _network(("::ffff:10.0.0.1", 7)) == "10.0.0.1"
     assert _network(("2001:db8::1", 5)) == _network(("2001:db8::ffff:2%eth0", 5)) == "2001:db8::/64"
     assert _network(("2001:db8:1::1", 5)) != _network(("2001:db8:2::1", 5))
     assert _network(None) == ""
+
+
+class Crowd:
+    """Connections that were accepted before, without a server: who they are of, and what each waits for."""
+
+    def __init__(self, most, *others):
+        kind = bounded_connection(most, 10, 20)
+        self.made_room = []
+        self.ones = [self._one(kind, *facts, at) for at, facts in enumerate(others)]
+
+    def _one(self, kind, origin, waits, at):
+        one = object.__new__(type("Waiting", (kind,), {"_waits": property(lambda one: waits)}))
+        one._origin, one._since, one.server = origin, at, ("h", 1)
+        one._make_room = lambda: self.made_room.append((origin, waits, one._full))
+        return one
+
+    def comes(self, origin):
+        """Whether one more of this origin has a place."""
+        new = self._one(type(self.ones[0]).__bases__[0], origin, _Waits.UNKNOWN, len(self.ones))
+        new.connections = {*self.ones, new}
+        self.refused = new
+        return new._has_place()
+
+
+def test_who_has_more_than_an_even_share_makes_room_first():
+    reading = [(f"10.0.0.{2 + at % 2}", _Waits.READING) for at in range(63)]
+    crowd = Crowd(64, ("honest", _Waits.BODY), *reading)
+    assert crowd.comes("10.0.0.3")
+    assert crowd.made_room == [("10.0.0.2", _Waits.READING, "64 connections are open, which is the limit")]
+    busy = [("10.0.0.2", None)] * 40 + [("10.0.0.3", _Waits.READING)] * 23
+    crowd = Crowd(64, ("honest", _Waits.BODY), *busy)
+    assert crowd.comes("honest")
+    assert crowd.made_room[0][0] == "10.0.0.3"  # of those that wait
+    crowd = Crowd(4, ("a", _Waits.BODY), ("b", _Waits.READING), ("c", _Waits.HEADERS), ("d", _Waits.BODY))
+    assert crowd.comes("e")
+    assert crowd.made_room[0][0] == "c"  # nobody has more than others
+
+
+def test_the_bound_that_was_reached_is_named():
+    crowd = Crowd(64, *[("10.0.0.2", None)] * 48)
+    assert not crowd.comes("10.0.0.2")
+    assert crowd.refused._full == "48 of 64 connections are open from one user or address, which is its share"
+    crowd = Crowd(64, *[(f"10.0.0.{at % 2}", None) for at in range(64)])
+    assert not crowd.comes("10.0.0.2")
+    assert crowd.refused._full == "64 connections are open, which is the limit"

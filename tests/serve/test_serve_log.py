@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
@@ -18,6 +20,7 @@ from fakes import FakeBackend
 from planner_support import Gate
 from service_support import TEXT_SHAPE, Process, client_of, fake_service, live
 
+from edge_dflash.serve import request_log
 from edge_dflash.serve.journal import JournalFormatter, is_journal
 
 CHAT = "/v1/chat/completions"
@@ -208,6 +211,84 @@ def test_the_journal_is_told_by_its_stream(tmp_path):
             assert not is_journal(stream.fileno(), {"JOURNAL_STREAM": wrong})
         assert not is_journal(stream.fileno(), {})
     assert not is_journal(10**6, {"JOURNAL_STREAM": right})
+
+
+PROGRAM = """
+import logging, os, sys
+from edge_dflash.serve.journal import log_to
+log_to(2)
+log = logging.getLogger("edge_dflash.serve")
+for number in range(int(sys.argv[1])):
+    log.info("line %d %s", number, "x" * 100)
+print("logged", flush=True)
+sys.stdin.readline()
+log.info("the last one")
+"""
+
+
+def logging_process(lines, **streams):
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(lines)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **streams
+    )
+
+
+def test_a_stream_that_takes_nothing_stops_nobody_and_what_was_dropped_is_said():
+    with logging_process(20_000, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == "logged\n"
+        read = os.read(process.stderr.fileno(), 1 << 20).decode()
+        time.sleep(0.5)
+        said = process.communicate("go\n", timeout=60)[1]
+    lines = (read + said).splitlines()
+    dropped = int(re.search(r"WARNING edge_dflash.serve: (\d+) lines of the log were dropped", said)[1])
+    assert lines[-1] == "INFO edge_dflash.serve: the last one"
+    assert len(lines) + dropped == 20_000 + 2
+    assert lines[0].startswith("INFO edge_dflash.serve: line 0 xxx")
+
+
+def test_a_process_ends_though_its_stream_takes_nothing():
+    with logging_process(20_000, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == "logged\n"
+        process.stdin.close()
+        assert process.wait(30) == 0
+
+
+def test_a_service_whose_stderr_nobody_reads_serves_on(demo_bundle, tmp_path):
+    process = Process(demo_bundle, tmp_path, settings='self_test = "off"\n')
+    command = [sys.executable, "-m", "edge_dflash", "serve", "--config", str(process.config)]
+    process.process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    fcntl.fcntl(process.process.stderr.fileno(), fcntl.F_SETPIPE_SZ, 4096)
+    stderr = process.process.stderr
+    until = time.monotonic() + 180
+    while not process.socket.exists():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    with process.client(), process.client() as client:
+        assert all(client.post(CHAT, content=b"[]").status_code in (415, 503) for _ in range(300))
+        assert client.get("/health").status_code == 200
+    assert process.stop() == 0
+    stderr.close()
+
+
+def test_a_flood_of_strangers_has_few_lines_and_the_rest_are_counted(start, monkeypatch):
+    begin, lines = start
+    clock = [100.0]
+    monkeypatch.setattr(
+        request_log, "time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=time.perf_counter)
+    )
+    client = begin(key="right-key-of-the-test")
+    for _ in range(30):
+        assert client.post(CHAT, json=BODY).status_code == 401
+        known = client.get("/nowhere", headers={"authorization": "Bearer right-key-of-the-test"})
+        assert known.status_code == 404
+    assert len(lines()) == 20
+    assert client.post(CHAT, json={}, headers={"authorization": "Bearer right-key-of-the-test"}).status_code == 400
+    assert len(lines()) == 21  # who is known, and asks for what is there, has a line
+    clock[0] += 1
+    assert client.post(CHAT, json=BODY).status_code == 401
+    assert [line for _, line in lines()][21].startswith("40 more requests were refused")
+    assert len(lines()) == 23
 
 
 @pytest.mark.parametrize("journal", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import threading
@@ -14,6 +15,8 @@ from planner_support import Gate
 from service_support import TEXT_SHAPE, Process, client_of, fake_service
 
 from edge_dflash import Planner
+from edge_dflash import session as session_module
+from edge_dflash.serve.limits import own
 from edge_dflash.serve.state_dir import SessionFiles
 
 CHAT = "/v1/chat/completions"
@@ -168,6 +171,74 @@ def test_a_delete_waits_for_a_save_and_leaves_no_file(start, tmp_path, monkeypat
     assert list((tmp_path / "state").rglob("*.session")) == []
 
 
+class SlowDisk:
+    """A disk that takes its time with a session's file."""
+
+    def __init__(self, monkeypatch):
+        self.writing, self.going, self.real = threading.Event(), threading.Event(), session_module.save_session
+        monkeypatch.setattr(session_module, "save_session", self)
+
+    def __call__(self, path, state):
+        self.writing.set()
+        assert self.going.wait(30)
+        return self.real(path, state)
+
+
+@pytest.mark.parametrize("way", ["save", "save_all"])
+def test_a_turn_that_ends_while_its_session_is_written_is_saved_next_time(start, tmp_path, monkeypatch, way):
+    service, client = start()
+    turn(client, "a", "one")
+    sessions = service.sessions.of(own())
+    disk = SlowDisk(monkeypatch)
+    session = sessions.acquire("a")  # of a request whose turn has not begun
+    saving = threading.Thread(target=lambda: sessions.save("a") if way == "save" else sessions.save_all())
+    saving.start()
+    assert disk.writing.wait(10)
+    session.plan("two", max_new_tokens=3)
+    disk.going.set()
+    saving.join()
+    sessions.release("a")
+    assert service.sessions.save_all() == []
+    _, client = start()
+    assert said(client, "a") == ["one", "two", "and?"]
+
+
+def test_a_delete_while_all_are_saved_leaves_no_file(start, tmp_path, monkeypatch):
+    service, client = start()
+    for name in ("a", "b"):
+        turn(client, name, "one")
+    disk = SlowDisk(monkeypatch)
+    saving = threading.Thread(target=service.sessions.save_all)
+    saving.start()
+    assert disk.writing.wait(10)
+    assert client.delete(f"{SESSIONS}/b").is_success  # its turn has not come
+    deleted = []
+    deleting = threading.Thread(target=lambda: deleted.append(client.delete(f"{SESSIONS}/a")))
+    deleting.start()
+    time.sleep(0.1)
+    disk.going.set()
+    saving.join()
+    deleting.join()
+    assert deleted[0].is_success
+    assert list((tmp_path / "state").rglob("*.session")) == []
+    assert client.get(SESSIONS).json()["data"] == []
+
+
+def test_a_file_that_was_touched_or_restored_as_it_was_is_the_sessions_own(start, tmp_path):
+    service, client = start()
+    turn(client, "a", "one")
+    assert save(client, "a").is_success
+    file = tmp_path / "state" / "sessions" / "a.session"
+    for change in (os.utime, lambda path: (shutil.copy(path, tmp_path / "copy"), (tmp_path / "copy").replace(path))):
+        change(file)
+        turn(client, "a", "more")
+        assert save(client, "a").is_success
+    os.utime(file)
+    turn(client, "a", "last")
+    assert service.sessions.save_all() == []
+    assert [path.name for path in file.parent.iterdir()] == ["a.session"]
+
+
 @pytest.mark.parametrize("when", ["new", "loaded", "saved"])
 def test_a_file_that_was_put_there_meanwhile_is_kept(start, tmp_path, when):
     """Somebody restores b from a copy while a conversation of that name is open: both stay."""
@@ -192,10 +263,11 @@ def test_a_file_that_was_put_there_meanwhile_is_kept(start, tmp_path, when):
     assert save(client, "b").json()["error"]["code"] == "session_exists"
     assert (place / "b.session").read_bytes() == restored.read_bytes()
     (told,) = service.sessions.save_all()
-    assert "saved as 'b-2'" in told
+    beside = re.search("saved as '(b-[0-9a-f]{12})'", told)[1]
+    assert service.sessions.save_all() == [told]  # under the same name
     _, client = start()
     assert said(client, "b") == ["precious", "and?"]
-    assert said(client, "b-2")[0] == "first"
+    assert said(client, beside)[0] == "first"
 
 
 @pytest.mark.parametrize("kind", ["link", "directory", "fifo"])

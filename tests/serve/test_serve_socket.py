@@ -134,7 +134,7 @@ def test_connections_are_bounded(process):
             one.settimeout(0.2)
             one.connect(str(process.socket))
         told = [error_in(one.recv(65536), 503)["message"] for one in crowd[:3]]
-        assert all(message.startswith("12 connections are open, which is the limit") for message in told)
+        assert all(message.startswith("9 of 12 connections are open from one user") for message in told)
         for one in crowd[3:]:
             one.settimeout(0.001)
             with pytest.raises(TimeoutError):
