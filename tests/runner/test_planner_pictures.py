@@ -25,7 +25,7 @@ DRAWN = {"max_new_tokens": 9, "temperature": 2.0, "seed": 5}
 class Showing(Encoder):
     """Gives ids the pictures that they have in one of the prompts above."""
 
-    def prompt(self, task, options):
+    def prompt(self, task, options, began=None, shown=None):
         said = next(one for one in (SAID, TWO, LAST, TEXT) if one.ids == tuple(task))
         return Prompt(said.ids, pictures=said.pictures)
 
