@@ -15,23 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from edge_dflash.common.pointer import resolve
 from edge_dflash.common.rules import refuse_surrogates
-from edge_dflash.decode.grammar.schema_check import check
+from edge_dflash.decode.grammar.schema_check import check, check_size
 from edge_dflash.decode.grammar.schema_formats import ENCODINGS, FORMATS
-from edge_dflash.decode.grammar.schema_plain import plain
+from edge_dflash.decode.grammar.schema_keywords import kinds_of
+from edge_dflash.decode.grammar.schema_plain import alone, plain
 from edge_dflash.decode.grammar.schema_rewrite import rewrite
 from edge_dflash.errors import RequestError
-from edge_dflash.text.tool_calls import (
-    JsonCalls,
-    TaggedCalls,
-    Tool,
-    definitions_of,
-    followed,
-    function_of,
-    is_strict,
-    type_names,
-    types_of,
-)
+from edge_dflash.text.parameters import Meaning, meaning, parameter, written
+from edge_dflash.text.tool_calls import JsonCalls, TaggedCalls, Tool, function_of, is_strict
 
 MAX_BYTES = 64 * 1024
 MAX_RULES = 500  # the library follows rules by recursion: a long chain of them would exhaust the stack
@@ -47,11 +40,9 @@ _LEXICON = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 
-_WHOLE = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions"))
-_TEXT = frozenset(("type", "enum", "const", "pattern", "format", "contentEncoding", "minLength", "maxLength"))
+_WHOLE = frozenset(("type", "properties", "required", "additionalProperties", "$defs"))
+_TEXT = frozenset(("type", "pattern", "format", "contentEncoding", "minLength", "maxLength"))
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # of a regex: escape, class, character
-_BRANCHES = 200  # of anyOf that are looked into for one parameter: they multiply, and may lead to themselves
-_UNTYPED = frozenset(("type", "anyOf"))
 
 
 def prepare(
@@ -203,101 +194,97 @@ def _opening(name: str, dialect: Dialect) -> str:
 def _call(rule: str, name: str, tool: Tool, dialect: Dialect) -> list[str]:
     """Rules of a call whose arguments satisfy the tool's schema."""
     parameters = _parameters(tool)
-    check(parameters)
-    parameters = plain(parameters)
-    if isinstance(dialect, TaggedCalls):
-        return list(_tagged_call(rule, name, parameters, dialect))
-    return [_json_call(rule, name, parameters, dialect)]
+    if isinstance(dialect, JsonCalls):
+        return [f"{rule}: {_literal(_opening(name, dialect))} {_json(parameters)} {_literal(dialect.tail)}"]
+    rules: list[str] = []
+    size = 0
+    for made in _tagged_call(rule, name, parameters, dialect):
+        rules.append(made)
+        size += len(made)
+        if size > MAX_BYTES or len(rules) > MAX_RULES:
+            raise RequestError("its grammar would be too large; give it fewer parameters, or simpler ones")
+    return rules
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments in plain form."""
     given = function_of(tool).get("parameters")
     if given is None or given == {}:
         given = {"type": "object", "properties": {}, "additionalProperties": False}
-    parameters = json.loads(json.dumps(given, default=dict))
-    if isinstance(parameters, dict):
-        parameters.setdefault("type", "object")
-    if not isinstance(parameters, dict) or parameters["type"] != "object":
+    text = json.dumps(given, default=dict)
+    check_size(text)
+    parameters = json.loads(text)
+    if not isinstance(parameters, dict):
         raise RequestError("its parameters are not of type object; give one")
-    return parameters
+    check(parameters)
+    root = plain(parameters)
+    made = {key: value for key, value in root.items() if key != "$defs"}
+    if made.get("type") == "object" and not made.keys().isdisjoint(("$ref", "allOf")):
+        del made["type"]
+    found = _followed(made, root)
+    if not isinstance(found, dict) or "object" not in kinds_of({"type": "object", **found}):
+        raise RequestError("its parameters are not of type object; give one")
+    return alone({**found, "type": "object"}, root)
 
 
-def _json_call(rule: str, name: str, parameters: dict[str, Any], dialect: JsonCalls) -> str:
-    return f"{rule}: {_literal(_opening(name, dialect))} {_json(parameters)} {_literal(dialect.tail)}"
+def _followed(schema: object, root: Mapping[str, Any]) -> object:
+    """What a schema stands for that is only a reference, or an ``allOf`` of one; itself when it is neither."""
+    for _ in range(64):
+        if not isinstance(schema, dict) or len(schema) != 1:
+            break
+        if "$ref" in schema:
+            schema = resolve(root, schema["$ref"])
+        elif len(schema.get("allOf", ())) == 1:
+            schema = schema["allOf"][0]
+        else:
+            break
+    return schema
 
 
 def _tagged_call(rule: str, name: str, parameters: dict[str, Any], dialect: TaggedCalls) -> Iterator[str]:
     before = _opening(name, dialect)
     if other := next((key for key in parameters if key not in _WHOLE), None):
         raise RequestError(f"{other!r} of its parameters would not be enforced in this model's dialect; remove it")
-    properties: dict[str, Any] = dict(parameters.get("properties", {}))
     required = parameters.get("required", [])
-    for key in required:
-        properties.setdefault(key, parameters.get("additionalProperties", {}))
-    shared = definitions_of(parameters)
     parts = []
-    for index, (key, schema) in enumerate(properties.items()):
-        if key not in required and (schema is False or _values(schema, shared) == []):
+    for index, key in enumerate(dict.fromkeys((*parameters.get("properties", {}), *required))):
+        schema = _followed(parameter(parameters, key), parameters)
+        said = meaning(schema, parameters)
+        if said.kinds == set() or (said.exact and said.values == []):
+            if key in required:
+                raise RequestError(f"nothing satisfies parameter {key!r}; make it optional")
             continue
         _need_plain(key, f"the name of parameter {key!r}")
         part = f"{rule}p{index}"
         parts.append(part if key in required else f"{part}?")
-        yield from _parameter(part, key, schema, shared, dialect)
+        yield f"{part}: {_literal(f'<parameter={key}{dialect.key_end}')} {part}v"
+        yield from _value(part, key, schema, said, parameters, dialect)
     yield f"{rule}: {_literal(before)} {' '.join(parts)} {_literal(dialect.tail)}"
 
 
-def _parameter(rule: str, key: str, schema: Any, shared: dict[str, Any], dialect: TaggedCalls) -> Iterator[str]:
-    """Rules of one parameter, tags and all."""
-    before, after = f"<parameter={key}{dialect.key_end}", f"{dialect.value_end}</parameter>{dialect.gap}"
-    found = followed(schema, shared)
-    kinds = types_of(found, shared)
-    yield f"{rule}: {_literal(before)} {rule}v"
-    values = _values(found, shared)
-    if found is False or values == []:
-        raise RequestError(f"nothing satisfies parameter {key!r}; make it optional")
-    if values is not None:
-        yield f"{rule}v: ({' | '.join(_literal(_written(value)) for value in values)}) {_literal(after)}"
+def _value(
+    rule: str, key: str, schema: Any, said: Meaning, root: dict[str, Any], dialect: TaggedCalls
+) -> Iterator[str]:
+    """Rules of the value of one parameter, and what stands behind it."""
+    after = f"{dialect.value_end}</parameter>{dialect.gap}"
+    kinds = said.kinds or set()
+    if said.exact and said.values is not None:
+        values = dict.fromkeys(map(_untagged, said.values))
+        yield f"{rule}v: ({' | '.join(map(_literal, values))}) {_literal(after)}"
     elif kinds == {"string"}:
-        assert isinstance(found, dict)
-        text = " & ".join(_patterns(found, key, dialect))
+        text = " & ".join(_patterns(schema, key, dialect))
         yield f'{rule}v: {rule}t {_literal(dialect.gap)}\n{rule}t[suffix="</parameter>"]: {rule.upper()}'
         yield f"{rule.upper()}: {text}"
     elif kinds and "string" not in kinds:
-        whole = {**found, **shared} if isinstance(found, dict) else {}
-        if not whole.keys() & {"$ref", "type", "enum", "const"}:  # that its keywords imply
-            whole["type"] = sorted(kinds)
-        yield f"{rule}v: {_json(whole)} {_literal(after)}"
-    elif _is_bare(found, shared):
+        whole = schema if said.named else {**schema, "type": sorted(kinds)}
+        yield f"{rule}v: {_json(alone(whole, root))} {_literal(after)}"
+    elif said.exact:
         yield f'{rule}v: {rule}t {_literal(dialect.gap)}\n{rule}t[suffix="</parameter>"]: /(?s:.*)/'
     else:
         raise RequestError(
             f"parameter {key!r} may be a text or something else, with rules that cannot be told apart in this "
             "model's dialect; give it one type"
         )
-
-
-def _values(schema: Any, shared: dict[str, Any], left: Iterator[int] | None = None) -> list[Any] | None:
-    """All values of a schema that names them; None when it does not, or in more branches than ``left`` counts."""
-    left = iter(range(_BRANCHES)) if left is None else left
-    schema = followed(schema, shared)
-    if not isinstance(schema, dict) or next(left, None) is None:
-        return None
-    rules = set(schema)
-    if rules <= {"enum", "type"} and "enum" in rules:
-        kinds = types_of({"type": schema["type"]}, shared) if "type" in rules else None
-        return [value for value in schema["enum"] if kinds is None or type_names(value) & kinds]
-    if rules <= {"const", "type"} and "const" in rules:
-        return [schema["const"]]
-    if rules == {"type"} and schema["type"] == "null":
-        return [None]
-    if rules == {"anyOf"}:
-        values = list[Any]()
-        for option in schema["anyOf"]:
-            if (found := _values(option, shared, left)) is None:
-                return None
-            values += found
-        return values
-    return None
 
 
 def _patterns(schema: dict[str, Any], key: str, dialect: TaggedCalls) -> Iterator[str]:
@@ -334,24 +321,12 @@ def _in_ascii(piece: str) -> str:
     return {"\\d": "[0-9]", "\\D": "[^0-9]", "\\w": "[a-zA-Z0-9_]", "\\W": "[^a-zA-Z0-9_]"}.get(piece, piece)
 
 
-def _is_bare(schema: Any, shared: dict[str, Any], left: Iterator[int] | None = None) -> bool:
-    """Whether a schema says nothing but types, in no more branches than ``left`` counts."""
-    left = iter(range(_BRANCHES)) if left is None else left
-    schema = followed(schema, shared)
-    if not isinstance(schema, dict):
-        return schema is True
-    if next(left, None) is None or not _UNTYPED.issuperset(schema):
-        return False
-    return all(_is_bare(option, shared, left) for option in schema.get("anyOf", ()))
-
-
-def _written(value: Any) -> str:
+def _untagged(value: Any) -> str:
     """A value as it stands between the tags."""
-    if isinstance(value, str):
-        if "</parameter>" in value:
-            raise RequestError(f"the value {value[:40]!r} holds a closing tag; leave it out")
-        return value
-    return json.dumps(value, ensure_ascii=False)
+    text = written(value)
+    if "</parameter>" in text:
+        raise RequestError(f"the value {text[:40]!r} holds a closing tag; leave it out")
+    return text
 
 
 def _json(schema: Mapping[str, Any] | bool) -> str:

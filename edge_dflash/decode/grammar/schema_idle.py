@@ -18,6 +18,7 @@ from edge_dflash.decode.grammar.schema_formats import (
 )
 from edge_dflash.decode.grammar.schema_keywords import ANNOTATIONS, DEFINITIONS, is_number, kinds_of
 
+_EVALUATING = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
@@ -34,6 +35,11 @@ def forbids_nothing(key: str, node: dict[str, Any]) -> bool:
     if key in ANNOTATIONS or (key.startswith("x-") and key != "x-guidance"):  # that is the library's own
         return True
     return key in _IDLE and _IDLE[key](node[key], node)
+
+
+def closes(key: str, node: dict[str, Any]) -> bool:
+    """Whether ``unevaluatedProperties`` is ``additionalProperties``: false, where nothing else evaluates any."""
+    return key == "unevaluatedProperties" and node[key] is False and node.keys().isdisjoint(_EVALUATING)
 
 
 def may_be(node: dict[str, Any], *kinds: str) -> bool:
