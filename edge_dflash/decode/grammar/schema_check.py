@@ -33,6 +33,7 @@ from edge_dflash.errors import RequestError, short
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64  # levels of nesting
+MAX_NESTING = 160  # levels of its JSON: two for most levels of a schema
 MAX_LEVELS = 512  # levels of the schema and of all definitions that it refers to, one below the other
 
 
@@ -52,7 +53,7 @@ def schema_json(schema: object) -> str:
     if callable(model):
         schema = model()
     if isinstance(schema, str):
-        check_size(schema)
+        _check_size(schema)
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
@@ -65,12 +66,13 @@ def schema_json(schema: object) -> str:
         text = json.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"the schema cannot be written as JSON ({error}); use plain JSON values") from None
-    check_size(text)
+    _check_size(text)
     return text
 
 
 def check(root: dict[str, Any]) -> None:
     """Raise RequestError when a keyword would not be enforced, or the schema is too deep or has no finite document."""
+    _check_nesting(root)
     apart = Apart(partial(resolve, root))
     targets: dict[str, Node] = {}
     names = Names(partial(resolve, root))
@@ -102,8 +104,22 @@ def check(root: dict[str, Any]) -> None:
         )
 
 
-def check_size(text: str) -> None:
-    """Raise RequestError for a schema whose text is too long."""
+def _check_nesting(root: object) -> None:
+    """Also of what stands under keywords that are left out."""
+    level = [root]
+    for _ in range(MAX_NESTING):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return
+    raise RequestError(f"the schema is nested deeper than {MAX_DEPTH} levels; make it flatter")
+
+
+def _check_size(text: str) -> None:
     size = len(text.encode(errors="replace"))
     if size > MAX_BYTES:
         raise RequestError(f"the schema has {size} bytes, at most {MAX_BYTES} are taken; make it smaller")

@@ -105,7 +105,7 @@ _IDLE: dict[str, Callable[[Any, dict[str, Any]], bool]] = {  # takes the value a
     "dependencies": _all_free,
     "dependentRequired": _all_free,
     "dependentSchemas": _all_free,
-    "else": lambda value, node: "if" not in node or is_free(value),
+    "else": lambda value, node: True,  # if is judged by it, or is not there
     "format": _idle_format,
     "if": lambda value, node: is_free(node.get("then", True)) and is_free(node.get("else", True)),
     "maxContains": lambda value, node: "contains" not in node,
@@ -120,7 +120,7 @@ _IDLE: dict[str, Callable[[Any, dict[str, Any]], bool]] = {  # takes the value a
     "patternProperties": lambda value, node: value == {},
     "propertyNames": lambda value, node: is_free(value, "string"),
     "required": lambda value, node: value == [],
-    "then": lambda value, node: "if" not in node or is_free(value),
+    "then": lambda value, node: True,
     "unevaluatedItems": lambda value, node: is_free(value),
     "unevaluatedProperties": lambda value, node: is_free(value) or "additionalProperties" in node,
     "uniqueItems": lambda value, node: value is False or (is_number(most := node.get("maxItems")) and most <= 1),
