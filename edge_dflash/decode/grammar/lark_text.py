@@ -305,14 +305,14 @@ def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _followed(schema: object, root: Mapping[str, Any]) -> object:
-    """What a schema stands for that is only a reference, or an ``allOf`` of one; itself when it is neither."""
+    """What a schema stands for that is only a reference, an ``allOf`` or an ``anyOf`` of one; itself when it is none."""
     for _ in range(64):
         if not isinstance(schema, dict) or len(schema) != 1:
             break
         if "$ref" in schema:
             schema = resolve(root, schema["$ref"])
-        elif len(schema.get("allOf", ())) == 1:
-            schema = schema["allOf"][0]
+        elif len(several := schema.get("allOf", schema.get("anyOf", ()))) == 1:
+            schema = several[0]
         else:
             break
     return schema
