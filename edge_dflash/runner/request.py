@@ -18,7 +18,7 @@ from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.controls import Controls, Interrupted, Pace, Patience
 from edge_dflash.decode.grammar.compiled import Grammar, compile_form
-from edge_dflash.decode.grammar.lark_text import AnswerForm, beside_form, call_grammar, tool_grammar
+from edge_dflash.decode.grammar.lark_text import AnswerForm, Calls
 from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.options import Options, Request, Task, admit, as_messages, token_ids
@@ -316,8 +316,12 @@ def _form(model: Model, options: Options, stop: tuple[int, ...], patience: Patie
     tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
     size = model.backend.shape.vocab_size
     if options.tools and options.grammar is None:
-        source = Source("tools", _with_calls(options, options.tools, tokenizer), options.whitespace, size)
-    elif options.regex is not None:
+        try:
+            source = Source("calls", _calls(options, options.tools, tokenizer), options.whitespace, size)
+            return compile_form(source, tokenizer, stop, patience, options.caller)
+        except RequestError as error:
+            raise _beside(options, error) from None
+    if options.regex is not None:
         source = Source("regex", options.regex, False, size)
     elif options.grammar is not None:
         source = Source("grammar", options.grammar, options.whitespace, size)
@@ -326,27 +330,32 @@ def _form(model: Model, options: Options, stop: tuple[int, ...], patience: Patie
     return compile_form(source, tokenizer, stop, patience, options.caller)
 
 
-def _with_calls(options: Options, tools: Sequence[Tool], tokenizer: Tokenizer) -> str:
-    """The grammar of an answer that is a call, or may be one or hold some."""
-    if forced := options.forced_tools:
-        return tool_grammar(forced, dialect_of(tokenizer))
-    what = "regex" if options.regex is not None else "schema" if options.schema is not None else "strict"
-    remedy = "leave strict out" if what == "strict" else f"leave tools or {what} out, or give tool_choice none"
+def _calls(options: Options, tools: Sequence[Tool], tokenizer: Tokenizer) -> str:
+    """The form of an answer that is a call, or may be one or hold some."""
     try:
         dialect = dialect_of(tokenizer)
-    except RequestError as error:  # its remedy is that of a forced call
-        raise RequestError(f"{what} and tools are given: {str(error).rpartition(';')[0]}; {remedy}") from None
-    try:
-        if what == "strict":
-            return call_grammar(tools, dialect)
-        form = (
-            AnswerForm("schema", schema_json(options.schema))
-            if options.regex is None
-            else AnswerForm("regex", options.regex)
-        )
-        return beside_form(tools, dialect, form)
     except RequestError as error:
-        raise RequestError(f"{what} and tools are given: {error}; {remedy}") from None
+        if options.forced_tools:
+            raise
+        raise RequestError(str(error).rpartition(";")[0]) from None  # its remedy is that of a forced call
+    if forced := options.forced_tools:
+        calls = Calls.of("forced", forced, dialect)
+    elif options.regex is not None:
+        calls = Calls.of("beside", tools, dialect, AnswerForm("regex", options.regex))
+    elif options.schema is not None:
+        calls = Calls.of("beside", tools, dialect, AnswerForm("schema", schema_json(options.schema)))
+    else:
+        calls = Calls.of("strict", tools, dialect)
+    return calls.to_json()
+
+
+def _beside(options: Options, error: RequestError) -> RequestError:
+    """The error, with what else there is to leave out."""
+    if options.forced_tools:
+        return error
+    what = "regex" if options.regex is not None else "schema" if options.schema is not None else "strict"
+    remedy = "leave strict out" if what == "strict" else f"leave tools or {what} out, or give tool_choice none"
+    return RequestError(f"{what} and tools are given: {error}; {remedy}")
 
 
 def _relaxation(model: Model, options: Options, prompt: Sequence[int]) -> Relaxation | None:

@@ -12,10 +12,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 from edge_dflash.errors import RequestError
+from edge_dflash.text.parameters import Meaning, meaning, parameter, parts_of, type_names, written
+from edge_dflash.text.parameters import types_of as types_of
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": JSON Schema}}
 
@@ -99,11 +100,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _needs_arguments(name: str, tools: Sequence[Tool] | None) -> bool:
     """Whether a call without arguments cannot be run: the tool is known and requires some."""
-    for function in map(function_of, tools or ()):
-        if function.get("name") == name:
-            parameters = function.get("parameters")
-            return isinstance(parameters, Mapping) and bool(parameters.get("required"))
-    return False
+    return any(part.get("required") for part in parts_of(_parameters(name, tools)))
 
 
 _FUNCTION = re.compile(r"<function=([^>\n]+)>\s*(.*)</function>", re.DOTALL)
@@ -116,7 +113,7 @@ def _tagged_call(body: str, tools: Sequence[Tool] | None) -> tuple[str, dict[str
     if found is None:
         raise _MalformedError("the call is neither a JSON object nor <function=...>...</function>")
     name, rest = found[1].strip(), found[2]
-    schemas, shared = _parameter_schemas(name, tools)
+    root = _parameters(name, tools)
     arguments: dict[str, Any] = {}
     while rest:
         match = _PARAMETER.match(rest)
@@ -126,16 +123,21 @@ def _tagged_call(body: str, tools: Sequence[Tool] | None) -> tuple[str, dict[str
         if key in arguments:
             raise _MalformedError(f"the parameter {key!r} comes twice")
         value = match[2].removeprefix("\n").removesuffix("\n")  # the newlines belong to the tags
-        arguments[key] = _typed(key, value, types_of(schemas.get(key), shared))
+        arguments[key] = _typed(key, value, meaning(parameter(root, key), root))
     return name, arguments
 
 
-def _typed(key: str, text: str, kinds: set[str]) -> Any:
+def _typed(key: str, text: str, said: Meaning) -> Any:
     """The value of a parameter written as plain text: strings as they are, everything else as JSON."""
+    for value in said.values or ():
+        if written(value) == text:
+            return value
+    kinds = said.kinds
     if not kinds or kinds == {"string"}:
         return text
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+        json.dumps(value, allow_nan=False)
         if type_names(value) & kinds and not isinstance(value, str):
             return value
     if "string" in kinds:
@@ -143,110 +145,13 @@ def _typed(key: str, text: str, kinds: set[str]) -> Any:
     raise _MalformedError(f"the parameter {key!r} is {text[:40]!r}, wanted {' or '.join(sorted(kinds))}")
 
 
-def type_names(value: object) -> set[str]:
-    """JSON Schema's names for the type of a value."""
-    if value is None:
-        return {"null"}
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        return {"integer", "number"}
-    names: dict[type, str] = {float: "number", str: "string", list: "array", dict: "object"}
-    return {names[type(value)]}
-
-
-def followed(schema: object, shared: Mapping[str, Any]) -> object:
-    """What a schema stands for that is only a reference, or an ``allOf`` of one; itself when it is neither.
-
-    ``shared`` holds ``$defs`` and ``definitions``.
-    """
-    for _ in range(64):
-        rules = set(schema) & _ASSERTIONS if isinstance(schema, Mapping) else set()
-        if not isinstance(schema, Mapping) or len(rules) != 1:
-            break
-        if rules == {"allOf"} and isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1:
-            schema = schema["allOf"][0]
-        elif rules == {"$ref"}:
-            if (found := _referred(schema["$ref"], shared)) is None:
-                break
-            schema = found
-        else:
-            break
-    return schema
-
-
-_ASSERTIONS = frozenset(("$ref", "allOf", "anyOf", "oneOf", "type", "enum", "const", "properties", "items"))
-
-
-# What a schema without a type says all the same: keywords that mean nothing for values of other types.
-_IMPLIED = {
-    "object": ("properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
-               "maxProperties", "dependentRequired", "dependentSchemas", "unevaluatedProperties"),
-    "array": ("items", "prefixItems", "additionalItems", "contains", "minContains", "maxContains", "minItems",
-              "maxItems", "uniqueItems", "unevaluatedItems"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    "string": ("pattern", "minLength", "maxLength", "contentEncoding", "contentMediaType"),
-}  # fmt: skip
-_WORTH = 1000  # schemas that are looked at for one: branches multiply
-
-
-def types_of(schema: object, shared: Mapping[str, Any]) -> set[str]:
-    """Types that a value may have by its schema, named or implied; empty when it says nothing of them."""
-    return _types(schema, shared, 32, [_WORTH]) or set()
-
-
-def _types(schema: object, shared: Mapping[str, Any], depth: int, left: list[int]) -> set[str] | None:
-    """None where it says nothing. Every keyword narrows what the others leave."""
-    left[0] -= 1
-    if not isinstance(schema, Mapping) or not depth or left[0] < 0:
-        return None
-    said: list[set[str] | None] = []
-    if "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        said.append(set().union(*map(type_names, values)) if isinstance(values, list) else None)
-    if "type" in schema:
-        named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        said.append({kind for kind in named if isinstance(kind, str)} or None)
-    if "$ref" in schema:
-        said.append(_types(_referred(schema["$ref"], shared), shared, depth - 1, left))
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list) and schema[key]:
-            options = [_types(option, shared, depth - 1, left) for option in schema[key]]
-            said.append(None if None in options else set().union(*(option or () for option in options)))
-    if isinstance(schema.get("allOf"), list):
-        said += [_types(part, shared, depth - 1, left) for part in schema["allOf"]]
-    known = [kinds for kinds in said if kinds is not None]
-    if not known:
-        return {kind for kind, keywords in _IMPLIED.items() if not schema.keys().isdisjoint(keywords)} or None
-    return reduce(_both, known)
-
-
-def _both(some: set[str], others: set[str]) -> set[str]:
-    """Types that are among both; a whole number is a number."""
-    some, others = (kinds | {"integer"} if "number" in kinds else kinds for kinds in (some, others))
-    return some & others
-
-
-def _referred(place: object, shared: Mapping[str, Any]) -> object:
-    """The definition that a ``$ref`` names; None for an unknown one."""
-    folder, _, name = str(place).removeprefix("#/").partition("/")
-    return shared.get(folder, {}).get(name)
-
-
-def definitions_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """``$defs`` and ``definitions`` of a schema."""
-    return {key: parameters[key] for key in ("$defs", "definitions") if isinstance(parameters.get(key), Mapping)}
-
-
-def _parameter_schemas(name: str, tools: Sequence[Tool] | None) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Schemas of a function's parameters by name, and the definitions that they refer to."""
-    for tool in tools or ():
-        function = function_of(tool)
-        parameters = function.get("parameters")
-        if function.get("name") == name and isinstance(parameters, Mapping):
-            properties = parameters.get("properties")
-            return properties if isinstance(properties, Mapping) else {}, definitions_of(parameters)
-    return {}, {}
+def _parameters(name: str, tools: Sequence[Tool] | None) -> Mapping[str, Any]:
+    """The schema of a function's parameters."""
+    for function in map(function_of, tools or ()):
+        if function.get("name") == name:
+            parameters = function.get("parameters")
+            return parameters if isinstance(parameters, Mapping) else {}
+    return {}
 
 
 def function_of(tool: Tool) -> Mapping[str, Any]:

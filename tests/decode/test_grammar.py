@@ -296,7 +296,7 @@ REFUSED_SCHEMAS = [
     ({"not": {"type": "string"}}, "'not' at # would not be enforced"),
     ({"if": {}, "then": {"type": "string"}}, "' at # would not be enforced"),
     ({"x-guidance": {"lenient": True}, "type": "string"}, "'x-guidance' at #"),
-    ({"type": "string", "nullable": True}, "'nullable'"),
+    ({"nullable": True}, "'nullable'"),
     ({"type": "integer", "format": "date"}, "format 'date' at # would not be enforced on type 'integer'; enforced are"),
     ({"type": "boolean", "format": "int32"}, "would not be enforced on type 'boolean'; remove it"),
     ({"format": "int32"}, "format 'int32' at # would not be enforced without a type; give type integer"),

@@ -20,7 +20,7 @@ LARGE = 2**63 - 1024
 ADVICE = [
     ({"minLenght": 3}, "did you mean 'minLength'", [{"minLength": 3}, {}]),
     ({"uniqueItems": True}, "remove it", [{}, {"uniqueItems": False}]),
-    ({**TEXT, "nullable": True}, "write the rule with other keywords", [{"type": ["string", "null"]}]),
+    ({"nullable": True, "enum": ["a"]}, "write the rule with other keywords", [{"enum": ["a", None]}]),
     ({"items": {**TEXT, "$id": "x"}}, "remove it", [{"items": TEXT}]),
     ({"$ref": "#/$defs/a"}, "define it under $defs", [{"$ref": "#/$defs/a", "$defs": {"a": TEXT}}]),
     (

@@ -91,9 +91,9 @@ FORBID = [
     ({"dependentSchemas": {"a": {"required": ["b"]}}}, "dependentSchemas"),
     ({"dependencies": {"a": ["b"]}}, "dependencies"),
     ({"dependencies": []}, "dependencies"),
-    ({"unevaluatedProperties": False}, "unevaluatedProperties"),
+    ({"unevaluatedProperties": False, "anyOf": [{}]}, "unevaluatedProperties"),
     ({"unevaluatedItems": False, "items": True}, "unevaluatedItems"),
-    ({"nullable": True, "type": "string"}, "nullable"),
+    ({"nullable": True}, "nullable"),
     ({"contentMediaType": "application/octet-stream"}, "contentMediaType"),
     ({"x-guidance": {}}, "x-guidance"),
 ]

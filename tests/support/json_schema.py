@@ -11,6 +11,7 @@ WORDS = {
     "pattern", "items", "minItems", "maxItems", "properties", "required", "additionalProperties", "$ref", "default",
     "description", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "prefixItems", "minProperties",
     "maxProperties", "patternProperties", "propertyNames", "uniqueItems", "$defs", "title", "format",
+    "definitions", "discriminator", "examples", "x-shared",
 }  # fmt: skip
 
 
@@ -20,8 +21,7 @@ def faults(schema, value, root, where="body"):
         return [] if schema else [f"{where} must not be"]
     assert schema.keys() <= WORDS, schema.keys() - WORDS
     if "$ref" in schema:
-        shared = root["$defs"] if schema["$ref"].startswith("#/$defs/") else root["components"]["schemas"]
-        found = faults(shared[schema["$ref"].rpartition("/")[2]], value, root, where)
+        found = faults(pointed(root, schema["$ref"]), value, root, where)
     else:
         found = []
     kinds = schema.get("type", [])
@@ -39,6 +39,12 @@ def faults(schema, value, root, where="body"):
     if "not" in schema and not faults(schema["not"], value, root, where):
         found.append(f"{where} is what it must not be")
     return found + _inside(schema, value, root, where)
+
+
+def pointed(root, reference):
+    for part in reference.split("/")[1:]:
+        root = root[int(part)] if isinstance(root, list) else root[part]
+    return root
 
 
 def same(value, other):
@@ -80,7 +86,8 @@ def _inside(schema, value, root, where):
             rule = first[index] if index < len(first) else schema.get("items", True)
             found += faults(rule, item, root, f"{where}[{index}]")
     elif isinstance(value, dict):
-        found += [f"{where}.{key} is missing" for key in schema.get("required", ()) if key not in value]
+        tags = [schema["discriminator"]["propertyName"]] if "discriminator" in schema else []
+        found += [f"{where}.{key} is missing" for key in (*schema.get("required", ()), *tags) if key not in value]
         known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
         if not schema.get("minProperties", 0) <= len(value) <= schema.get("maxProperties", len(value)):
             found.append(f"{where} has {len(value)} properties")

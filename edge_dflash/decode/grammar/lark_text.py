@@ -11,27 +11,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
+from edge_dflash.common.pointer import resolve
 from edge_dflash.common.rules import refuse_surrogates
+from edge_dflash.decode.grammar.schema_check import MAX_BYTES as MAX_SCHEMA_BYTES
 from edge_dflash.decode.grammar.schema_check import check
 from edge_dflash.decode.grammar.schema_formats import ENCODINGS, FORMATS
-from edge_dflash.decode.grammar.schema_plain import plain
+from edge_dflash.decode.grammar.schema_keywords import kinds_of
+from edge_dflash.decode.grammar.schema_plain import alone, plain
 from edge_dflash.decode.grammar.schema_rewrite import rewrite
 from edge_dflash.errors import RequestError
-from edge_dflash.text.tool_calls import (
-    JsonCalls,
-    TaggedCalls,
-    Tool,
-    definitions_of,
-    followed,
-    function_of,
-    is_strict,
-    type_names,
-    types_of,
-)
+from edge_dflash.text.parameters import Meaning, meaning, parameter, written
+from edge_dflash.text.tool_calls import JsonCalls, TaggedCalls, Tool, function_of, is_strict
 
 MAX_BYTES = 64 * 1024
 MAX_RULES = 500  # the library follows rules by recursion: a long chain of them would exhaust the stack
@@ -47,11 +42,9 @@ _LEXICON = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 
-_WHOLE = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions"))
-_TEXT = frozenset(("type", "enum", "const", "pattern", "format", "contentEncoding", "minLength", "maxLength"))
+_WHOLE = frozenset(("type", "properties", "required", "additionalProperties", "$defs"))
+_TEXT = frozenset(("type", "pattern", "format", "contentEncoding", "minLength", "maxLength"))
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # of a regex: escape, class, character
-_BRANCHES = 200  # of anyOf that are looked into for one parameter: they multiply, and may lead to themselves
-_UNTYPED = frozenset(("type", "anyOf"))
 
 
 def prepare(
@@ -116,28 +109,26 @@ def _special(name: str, token_id: Callable[[str], int | None]) -> str:
 
 
 Dialect: TypeAlias = JsonCalls | TaggedCalls
+HELD, WHERE_IT_CAN, FREE = "held", "where it can", "free"
 
 
 def tool_grammar(tools: Sequence[Tool], dialect: Dialect) -> str:
     """The grammar of one call of one of the tools. Raises RequestError for a schema that could not be enforced."""
-    bodies, rules = _calls(tools, dialect)
-    return _checked(f"start: <tool_call> ({bodies}) </tool_call>", rules, "a forced call; choose one by name, or")
+    return Calls.of("forced", tools, dialect).grammar()
 
 
 def beside_form(tools: Sequence[Tool], dialect: Dialect, form: AnswerForm) -> str:
     """The grammar of one or more calls, as a model writes them in a row, or of the form. Raises RequestError.
 
-    A call of a tool that is not strict is held to its name alone where its schema could not be enforced.
+    A call of a tool that is not strict is held to its name alone where its schema could not be enforced, or where the
+    schemas of all are too large.
     """
-    bodies, rules = _calls(tools, dialect, free=lambda tool, fails: fails and not is_strict(tool))
-    start = f'start: call ("\\n"? call)* | form\ncall: <tool_call> ({bodies}) </tool_call>'
-    return _checked(start, [*rules, form.rules()], f"calls beside a {form.kind}; leave it out, or")
+    return Calls.of("beside", tools, dialect, form).grammar()
 
 
 def call_grammar(tools: Sequence[Tool], dialect: Dialect) -> str:
     """What follows ``<tool_call>``: a strict tool's call is held to its schema, that of another to its name alone."""
-    bodies, rules = _calls(tools, dialect, free=lambda tool, fails: not is_strict(tool))
-    return _checked(f"start: ({bodies}) </tool_call>", rules, "strict calls; leave strict out, or")
+    return Calls.of("strict", tools, dialect).grammar()
 
 
 @dataclass(frozen=True)
@@ -158,38 +149,118 @@ class AnswerForm:
         return f"form: {_json(schema)}"
 
 
-def _calls(
-    tools: Sequence[Tool], dialect: Dialect, free: Callable[[Tool, bool], bool] = lambda tool, fails: False
-) -> tuple[str, list[str]]:
-    """Names of the rules of a call of each tool, between ``|``, and the rules.
+@dataclass(frozen=True)
+class Calls:
+    """Calls in an answer: it is one ("forced"), may be some ("beside" a form), or holds them ("strict").
 
-    ``free``: whether a tool's arguments may be anything, now that its schema could or (True) could not be enforced.
+    A value of JSON: the grammar of it is made where grammars are compiled, within bounds of time and memory.
     """
-    rules: list[str] = []
-    names: set[str] = set()
-    for index, tool in enumerate(tools):
-        name = str(function_of(tool).get("name"))
-        if name in names:
-            raise RequestError(f"two tools are called {name!r}, so a call could mean either; give each its own name")
-        names.add(name)
-        anything = [f"c{index}: {_literal(_opening(name, dialect))} /(?s:.*)/"]
+
+    which: Literal["forced", "beside", "strict"]
+    tools: tuple[dict[str, Any], ...]  # name, parameters, and how its calls are held to these: HELD, WHERE_IT_CAN, FREE
+    dialect: Dialect
+    form: AnswerForm | None = None
+
+    @classmethod
+    def of(
+        cls,
+        which: Literal["forced", "beside", "strict"],
+        tools: Sequence[Tool],
+        dialect: Dialect,
+        form: AnswerForm | None = None,
+    ) -> Calls:
+        """Raises RequestError for schemas that are too large, those of strict tools if there is a choice."""
+        slim = [_slim(tool, which) for tool in tools]
+        sizes = {index: len(json.dumps(tool)) for index, tool in enumerate(slim)}
+        for index in sorted(sizes, key=lambda index: -sizes[index]):
+            if sum(sizes.values()) > MAX_SCHEMA_BYTES and slim[index]["held"] == WHERE_IT_CAN:
+                slim[index] = {"name": slim[index]["name"], "held": FREE}
+                sizes[index] = len(json.dumps(slim[index]))
+        if (size := sum(sizes.values())) > MAX_SCHEMA_BYTES:
+            raise RequestError(
+                f"the tools have schemas of {size} bytes, at most {MAX_SCHEMA_BYTES} are taken; give fewer tools"
+            )
+        return cls(which, tuple(slim), dialect, form)
+
+    def to_json(self) -> str:
+        """Text that :meth:`from_json` reads."""
+        return json.dumps({**asdict(self), "json": isinstance(self.dialect, JsonCalls)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Calls:
+        """What :meth:`to_json` wrote."""
+        given = json.loads(text)
+        dialect = (JsonCalls if given["json"] else TaggedCalls)(**given["dialect"])
+        form = None if given["form"] is None else AnswerForm(**given["form"])
+        return cls(given["which"], tuple(given["tools"]), dialect, form)
+
+    def where_it_can(self) -> tuple[dict[str, Any], ...]:
+        """Tools whose calls are held to their schemas only where that works."""
+        return tuple(tool for tool in self.tools if tool["held"] == WHERE_IT_CAN)
+
+    def grammar(self, free: Collection[str] = ()) -> str:
+        """The grammar, as Lark; calls of the tools named in ``free`` may have any arguments. Raises RequestError."""
+        names = [tool["name"] for tool in self.tools]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise RequestError(f"two tools are called {twice!r}, so a call could mean either; give each its own name")
+        rules = [self._rules(f"c{index}", tool, free) for index, tool in enumerate(self.tools)]
+        start = self._start(" | ".join(f"c{index}" for index in range(len(rules))))
+        sizes = {index: _size(rules[index]) for index, tool in enumerate(self.tools) if tool["held"] == WHERE_IT_CAN}
+        for index in sorted(sizes, key=lambda index: -sizes[index]):
+            if _fits([*start, *chain.from_iterable(rules)]):
+                break
+            rules[index] = self._rules(f"c{index}", self.tools[index], names)
+        made = [*start, *chain.from_iterable(rules)]
+        if not _fits(made):
+            what, remedy = {
+                "forced": ("a forced call", " choose one by name, or"),
+                "beside": (f"calls beside a {self.form.kind if self.form else 'form'}", " leave it out, or"),
+                "strict": ("strict calls", " leave strict out, or"),
+            }[self.which]
+            raise RequestError(
+                f"the tools are too large for {what}: {_size(made)} bytes and {len(made)} rules, at most {MAX_BYTES} "
+                f"and {MAX_RULES // 2} are taken;{remedy} give fewer"
+            )
+        return "\n".join(made)
+
+    def _start(self, bodies: str) -> list[str]:
+        if self.which == "forced":
+            return [f"start: <tool_call> ({bodies}) </tool_call>"]
+        if self.form is None:
+            return [f"start: ({bodies}) </tool_call>"]
+        start = f'start: call ("\\n"? call)* | form\ncall: <tool_call> ({bodies}) </tool_call>'
+        return [start, self.form.rules()]
+
+    def _rules(self, rule: str, tool: dict[str, Any], free: Collection[str]) -> list[str]:
+        """Rules of a call of one tool."""
+        name, held = tool["name"], tool["held"]
+        anything = [f"{rule}: {_literal(_opening(name, self.dialect))} /(?s:.*)/"]
+        if held == FREE or name in free:
+            return anything
         try:
-            rules += anything if free(tool, False) else _call(f"c{index}", name, tool, dialect)
+            return _call(rule, name, tool, self.dialect)
         except RequestError as error:
-            if not free(tool, True):
-                raise RequestError(f"a call of the tool {name!r} cannot be forced: {error}") from None
-            rules += anything
-    return " | ".join(f"c{index}" for index in range(len(tools))), rules
+            if held == WHERE_IT_CAN:
+                return anything
+            raise RequestError(f"a call of the tool {name!r} cannot be forced: {error}") from None
 
 
-def _checked(start: str, rules: Sequence[str], what: str) -> str:
-    made = "\n".join((start, *rules))
-    if len(made.encode()) > MAX_BYTES or len(rules) > MAX_RULES // 2:  # some are of two lines
-        raise RequestError(
-            f"the tools are too large for {what.partition(';')[0]}: {len(made.encode())} bytes and {len(rules)} rules, "
-            f"at most {MAX_BYTES} and {MAX_RULES // 2} are taken;{what.partition(';')[2]} give fewer"
-        )
+def _slim(tool: Tool, which: str) -> dict[str, Any]:
+    """What of a tool its calls depend on."""
+    function = function_of(tool)
+    held = HELD if which == "forced" or is_strict(tool) else WHERE_IT_CAN if which == "beside" else FREE
+    made: dict[str, Any] = {"name": str(function.get("name")), "held": held}
+    if held != FREE:
+        made["parameters"] = json.loads(json.dumps(function.get("parameters"), default=dict))
     return made
+
+
+def _size(rules: Sequence[str]) -> int:
+    return sum(len(rule.encode()) + 1 for rule in rules)
+
+
+def _fits(rules: Sequence[str]) -> bool:
+    return _size(rules) <= MAX_BYTES and len(rules) <= MAX_RULES // 2  # some are of two lines
 
 
 def _opening(name: str, dialect: Dialect) -> str:
@@ -200,104 +271,97 @@ def _opening(name: str, dialect: Dialect) -> str:
     return dialect.head + name + dialect.opened
 
 
-def _call(rule: str, name: str, tool: Tool, dialect: Dialect) -> list[str]:
+def _call(rule: str, name: str, tool: dict[str, Any], dialect: Dialect) -> list[str]:
     """Rules of a call whose arguments satisfy the tool's schema."""
     parameters = _parameters(tool)
-    check(parameters)
-    parameters = plain(parameters)
-    if isinstance(dialect, TaggedCalls):
-        return list(_tagged_call(rule, name, parameters, dialect))
-    return [_json_call(rule, name, parameters, dialect)]
+    if isinstance(dialect, JsonCalls):
+        return [f"{rule}: {_literal(_opening(name, dialect))} {_json(parameters)} {_literal(dialect.tail)}"]
+    rules: list[str] = []
+    size = 0
+    for made in _tagged_call(rule, name, parameters, dialect):
+        rules.append(made)
+        size += len(made)
+        if size > MAX_BYTES or len(rules) > MAX_RULES:
+            raise RequestError("its grammar would be too large; give it fewer parameters, or simpler ones")
+    return rules
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
-    given = function_of(tool).get("parameters")
+def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments in plain form."""
+    given = tool["parameters"]
     if given is None or given == {}:
         given = {"type": "object", "properties": {}, "additionalProperties": False}
-    parameters = json.loads(json.dumps(given, default=dict))
-    if isinstance(parameters, dict):
-        parameters.setdefault("type", "object")
-    if not isinstance(parameters, dict) or parameters["type"] != "object":
+    if not isinstance(given, dict):
         raise RequestError("its parameters are not of type object; give one")
-    return parameters
+    check(given)
+    root = plain(given)
+    made = {key: value for key, value in root.items() if key != "$defs"}
+    if made.get("type") == "object" and not made.keys().isdisjoint(("$ref", "allOf")):
+        del made["type"]
+    found = _followed(made, root)
+    if not isinstance(found, dict) or "object" not in kinds_of({"type": "object", **found}):
+        raise RequestError("its parameters are not of type object; give one")
+    return alone({**found, "type": "object"}, root)
 
 
-def _json_call(rule: str, name: str, parameters: dict[str, Any], dialect: JsonCalls) -> str:
-    return f"{rule}: {_literal(_opening(name, dialect))} {_json(parameters)} {_literal(dialect.tail)}"
+def _followed(schema: object, root: Mapping[str, Any]) -> object:
+    """What a schema stands for that is only a reference, an ``allOf`` or an ``anyOf`` of one; itself when it is none."""
+    for _ in range(64):
+        if not isinstance(schema, dict) or len(schema) != 1:
+            break
+        if "$ref" in schema:
+            schema = resolve(root, schema["$ref"])
+        elif len(several := schema.get("allOf", schema.get("anyOf", ()))) == 1:
+            schema = several[0]
+        else:
+            break
+    return schema
 
 
 def _tagged_call(rule: str, name: str, parameters: dict[str, Any], dialect: TaggedCalls) -> Iterator[str]:
     before = _opening(name, dialect)
     if other := next((key for key in parameters if key not in _WHOLE), None):
         raise RequestError(f"{other!r} of its parameters would not be enforced in this model's dialect; remove it")
-    properties: dict[str, Any] = dict(parameters.get("properties", {}))
     required = parameters.get("required", [])
-    for key in required:
-        properties.setdefault(key, parameters.get("additionalProperties", {}))
-    shared = definitions_of(parameters)
     parts = []
-    for index, (key, schema) in enumerate(properties.items()):
-        if key not in required and (schema is False or _values(schema, shared) == []):
+    for index, key in enumerate(dict.fromkeys((*parameters.get("properties", {}), *required))):
+        schema = _followed(parameter(parameters, key), parameters)
+        said = meaning(schema, parameters)
+        if said.kinds == set() or (said.exact and said.values == []):
+            if key in required:
+                raise RequestError(f"nothing satisfies parameter {key!r}; make it optional")
             continue
         _need_plain(key, f"the name of parameter {key!r}")
         part = f"{rule}p{index}"
         parts.append(part if key in required else f"{part}?")
-        yield from _parameter(part, key, schema, shared, dialect)
+        yield f"{part}: {_literal(f'<parameter={key}{dialect.key_end}')} {part}v"
+        yield from _value(part, key, schema, said, parameters, dialect)
     yield f"{rule}: {_literal(before)} {' '.join(parts)} {_literal(dialect.tail)}"
 
 
-def _parameter(rule: str, key: str, schema: Any, shared: dict[str, Any], dialect: TaggedCalls) -> Iterator[str]:
-    """Rules of one parameter, tags and all."""
-    before, after = f"<parameter={key}{dialect.key_end}", f"{dialect.value_end}</parameter>{dialect.gap}"
-    found = followed(schema, shared)
-    kinds = types_of(found, shared)
-    yield f"{rule}: {_literal(before)} {rule}v"
-    values = _values(found, shared)
-    if found is False or values == []:
-        raise RequestError(f"nothing satisfies parameter {key!r}; make it optional")
-    if values is not None:
-        yield f"{rule}v: ({' | '.join(_literal(_written(value)) for value in values)}) {_literal(after)}"
+def _value(
+    rule: str, key: str, schema: Any, said: Meaning, root: dict[str, Any], dialect: TaggedCalls
+) -> Iterator[str]:
+    """Rules of the value of one parameter, and what stands behind it."""
+    after = f"{dialect.value_end}</parameter>{dialect.gap}"
+    kinds = said.kinds or set()
+    if said.exact and said.values is not None:
+        values = dict.fromkeys(map(_untagged, said.values))
+        yield f"{rule}v: ({' | '.join(map(_literal, values))}) {_literal(after)}"
     elif kinds == {"string"}:
-        assert isinstance(found, dict)
-        text = " & ".join(_patterns(found, key, dialect))
+        text = " & ".join(_patterns(schema, key, dialect))
         yield f'{rule}v: {rule}t {_literal(dialect.gap)}\n{rule}t[suffix="</parameter>"]: {rule.upper()}'
         yield f"{rule.upper()}: {text}"
     elif kinds and "string" not in kinds:
-        whole = {**found, **shared} if isinstance(found, dict) else {}
-        if not whole.keys() & {"$ref", "type", "enum", "const"}:  # that its keywords imply
-            whole["type"] = sorted(kinds)
-        yield f"{rule}v: {_json(whole)} {_literal(after)}"
-    elif _is_bare(found, shared):
+        whole = schema if said.named else {**schema, "type": sorted(kinds)}
+        yield f"{rule}v: {_json(alone(whole, root))} {_literal(after)}"
+    elif said.exact:
         yield f'{rule}v: {rule}t {_literal(dialect.gap)}\n{rule}t[suffix="</parameter>"]: /(?s:.*)/'
     else:
         raise RequestError(
             f"parameter {key!r} may be a text or something else, with rules that cannot be told apart in this "
             "model's dialect; give it one type"
         )
-
-
-def _values(schema: Any, shared: dict[str, Any], left: Iterator[int] | None = None) -> list[Any] | None:
-    """All values of a schema that names them; None when it does not, or in more branches than ``left`` counts."""
-    left = iter(range(_BRANCHES)) if left is None else left
-    schema = followed(schema, shared)
-    if not isinstance(schema, dict) or next(left, None) is None:
-        return None
-    rules = set(schema)
-    if rules <= {"enum", "type"} and "enum" in rules:
-        kinds = types_of({"type": schema["type"]}, shared) if "type" in rules else None
-        return [value for value in schema["enum"] if kinds is None or type_names(value) & kinds]
-    if rules <= {"const", "type"} and "const" in rules:
-        return [schema["const"]]
-    if rules == {"type"} and schema["type"] == "null":
-        return [None]
-    if rules == {"anyOf"}:
-        values = list[Any]()
-        for option in schema["anyOf"]:
-            if (found := _values(option, shared, left)) is None:
-                return None
-            values += found
-        return values
-    return None
 
 
 def _patterns(schema: dict[str, Any], key: str, dialect: TaggedCalls) -> Iterator[str]:
@@ -334,24 +398,12 @@ def _in_ascii(piece: str) -> str:
     return {"\\d": "[0-9]", "\\D": "[^0-9]", "\\w": "[a-zA-Z0-9_]", "\\W": "[^a-zA-Z0-9_]"}.get(piece, piece)
 
 
-def _is_bare(schema: Any, shared: dict[str, Any], left: Iterator[int] | None = None) -> bool:
-    """Whether a schema says nothing but types, in no more branches than ``left`` counts."""
-    left = iter(range(_BRANCHES)) if left is None else left
-    schema = followed(schema, shared)
-    if not isinstance(schema, dict):
-        return schema is True
-    if next(left, None) is None or not _UNTYPED.issuperset(schema):
-        return False
-    return all(_is_bare(option, shared, left) for option in schema.get("anyOf", ()))
-
-
-def _written(value: Any) -> str:
+def _untagged(value: Any) -> str:
     """A value as it stands between the tags."""
-    if isinstance(value, str):
-        if "</parameter>" in value:
-            raise RequestError(f"the value {value[:40]!r} holds a closing tag; leave it out")
-        return value
-    return json.dumps(value, ensure_ascii=False)
+    text = written(value)
+    if "</parameter>" in text:
+        raise RequestError(f"the value {text[:40]!r} holds a closing tag; leave it out")
+    return text
 
 
 def _json(schema: Mapping[str, Any] | bool) -> str:

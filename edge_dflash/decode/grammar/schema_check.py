@@ -11,12 +11,12 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
-from urllib.parse import unquote
 
+from edge_dflash.common.pointer import resolve
 from edge_dflash.common.rules import refuse_surrogates
 from edge_dflash.common.suggest import slip_of
 from edge_dflash.decode.grammar.schema_apart import Apart
-from edge_dflash.decode.grammar.schema_idle import forbids_nothing
+from edge_dflash.decode.grammar.schema_idle import closes, forbids_nothing
 from edge_dflash.decode.grammar.schema_keywords import (
     DEFINITIONS,
     KNOWN,
@@ -24,14 +24,16 @@ from edge_dflash.decode.grammar.schema_keywords import (
     NAMED,
     SINGLE,
     Node,
+    check_least,
     check_values,
     kinds_of,
 )
-from edge_dflash.decode.grammar.schema_names import names_in, with_names
+from edge_dflash.decode.grammar.schema_names import Names
 from edge_dflash.errors import RequestError, short
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64  # levels of nesting
+MAX_NESTING = 160  # levels of its JSON: two for most levels of a schema
 MAX_LEVELS = 512  # levels of the schema and of all definitions that it refers to, one below the other
 
 
@@ -70,9 +72,11 @@ def schema_json(schema: object) -> str:
 
 def check(root: dict[str, Any]) -> None:
     """Raise RequestError when a keyword would not be enforced, or the schema is too deep or has no finite document."""
+    _check_nesting(root)
     apart = Apart(partial(resolve, root))
     targets: dict[str, Node] = {}
-    levels = _walk(root, "#", 1, root)
+    names = Names(partial(resolve, root))
+    levels = _walk(root, "#", 1, names)
     pending = [root]
     while pending:
         for node in _nodes(pending.pop()):
@@ -80,7 +84,7 @@ def check(root: dict[str, Any]) -> None:
             if reference is None or reference in targets:
                 continue
             targets[reference] = found = resolve(root, reference)
-            levels += _walk(found, str(reference), 1, root)
+            levels += _walk(found, str(reference), 1, names)
             if isinstance(found, dict):
                 pending.append(found)
     if levels > MAX_LEVELS:
@@ -100,13 +104,28 @@ def check(root: dict[str, Any]) -> None:
         )
 
 
+def _check_nesting(root: object) -> None:
+    """Also of what stands under keywords that are left out."""
+    level = [root]
+    for _ in range(MAX_NESTING):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return
+    raise RequestError(f"the schema is nested deeper than {MAX_DEPTH} levels; make it flatter")
+
+
 def _check_size(text: str) -> None:
     size = len(text.encode(errors="replace"))
     if size > MAX_BYTES:
         raise RequestError(f"the schema has {size} bytes, at most {MAX_BYTES} are taken; make it smaller")
 
 
-def _walk(node: object, where: str, depth: int, root: dict[str, Any]) -> int:
+def _walk(node: object, where: str, depth: int, names: Names) -> int:
     """Check one schema and those inside; return how many levels there are."""
     if isinstance(node, bool):
         return 1
@@ -115,21 +134,26 @@ def _walk(node: object, where: str, depth: int, root: dict[str, Any]) -> int:
     if depth > MAX_DEPTH:
         raise RequestError(f"the schema is nested deeper than {MAX_DEPTH} levels at {where}; make it flatter")
     _check_keywords(node, where)
-    inside = (_walk(child, f"{where}/{path}", depth + 1, root) for path, child in children(node, where))
+    inside = (_walk(child, f"{where}/{path}", depth + 1, names) for path, child in children(node, where))
     levels = 1 + max(inside, default=0)
+    listed = False
     if "propertyNames" in node and not forbids_nothing("propertyNames", node):
-        names = names_in(node, partial(resolve, root))
-        if isinstance(names, dict):
-            _check_keywords(names, f"{where}/propertyNames")
-        if with_names(node, partial(resolve, root)) is None:
+        if isinstance(said := names.schema(node), dict) and names.is_new(said):
+            _check_keywords(said, f"{where}/propertyNames")
+        found = names.said(node, where)
+        if found is None:
             raise _unenforced("propertyNames", where)
+        listed = not isinstance(found, str)
+    if not listed:
+        check_least(node, where)
     return levels
 
 
 def _check_keywords(node: dict[str, Any], where: str) -> None:
     kept = {key: value for key, value in node.items() if not forbids_nothing(key, node)}
     for key in kept.keys() - KNOWN - {"propertyNames"}:  # which depends on the others, and is looked at after them
-        raise _unenforced(key, where)
+        if not closes(key, node):
+            raise _unenforced(key, where)
     reference = node.get("$ref", "#")
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise RequestError(
@@ -206,22 +230,6 @@ def all_nodes(node: object) -> Iterator[dict[str, Any]]:
         yield node
         for _, child in children(node, "#"):
             yield from all_nodes(child)
-
-
-def resolve(root: dict[str, Any], reference: str) -> Node:
-    """What a JSON pointer (RFC 6901) of this schema points to."""
-    found: Any = root
-    for part in unquote(reference).split("/")[1:]:
-        part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and part in found:
-            found = found[part]
-        elif isinstance(found, list) and part.isdecimal() and int(part) < len(found):
-            found = found[int(part)]
-        else:
-            raise RequestError(f"$ref {short(reference)} points to nothing in the schema; define it under $defs")
-    if not isinstance(found, (dict, bool)):
-        raise RequestError(f"$ref {short(reference)} points to {short(found)}, which is no schema")
-    return found
 
 
 def _ends(node: Node, finite: set[str]) -> bool:

@@ -30,6 +30,11 @@ _UUID = f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}"
 _H16 = f"{_HEX}{{1,4}}"
 
 
+def _uuid(version: int) -> str:
+    """A UUID of RFC 9562 of one version."""
+    return f"{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}"
+
+
 def _ipv6() -> str:
     """Eight groups; or fewer, with ``::`` in place of at least one (RFC 4291)."""
     forms = [f"(?:{_H16}:){{7}}{_H16}", f"::(?:{_H16}(?::{_H16}){{0,6}})?"]
@@ -60,6 +65,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "ipv4": (_IPV4,),
     "ipv6": (_ipv6(),),
     "uuid": (_UUID,),
+    **{f"uuid{version}": (_uuid(version),) for version in range(1, 9)},  # Pydantic's
     "uri": (_URI,),
     "base64": (_BASE64,),  # Pydantic's
     "byte": (_BASE64,),  # OpenAPI's
@@ -83,6 +89,15 @@ INTEGERS: dict[str, tuple[int, int]] = {
 }
 """Name of a format of JSON numbers: the least and the largest whole number."""
 
-TEXT_HINTS = frozenset(("password", "binary", "path"))  # OpenAPI's and Pydantic's: every text is one
+TEXT_HINTS = frozenset(("password", "binary", "path", "file-path", "directory-path"))  # OpenAPI's, Pydantic's: any text
 NUMBER_HINTS = frozenset(("float", "double"))  # all numbers that are written are within both ranges
 BYTE_HINTS = frozenset(("8bit", "binary"))  # encodings that leave a text as it is (RFC 2045)
+
+WITHOUT_LOOKING = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        "^(?:[A-Za-z0-9_'+-]+\\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9-]*\\.)+[A-Za-z]{2,}$"
+    ),
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": f"^{_DURATION}$",
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": "^[+-]?(?:[0-9]+\\.?[0-9]*|\\.[0-9]+)$",
+}
+"""Patterns with look-around that Zod (email, duration) and Pydantic (Decimal) write, as ones without, none looser."""

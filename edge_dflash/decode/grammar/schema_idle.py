@@ -18,6 +18,7 @@ from edge_dflash.decode.grammar.schema_formats import (
 )
 from edge_dflash.decode.grammar.schema_keywords import ANNOTATIONS, DEFINITIONS, is_number, kinds_of
 
+_EVALUATING = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
@@ -34,6 +35,11 @@ def forbids_nothing(key: str, node: dict[str, Any]) -> bool:
     if key in ANNOTATIONS or (key.startswith("x-") and key != "x-guidance"):  # that is the library's own
         return True
     return key in _IDLE and _IDLE[key](node[key], node)
+
+
+def closes(key: str, node: dict[str, Any]) -> bool:
+    """Whether ``unevaluatedProperties`` is ``additionalProperties``: false, where nothing else evaluates any."""
+    return key == "unevaluatedProperties" and node[key] is False and node.keys().isdisjoint(_EVALUATING)
 
 
 def may_be(node: dict[str, Any], *kinds: str) -> bool:
@@ -99,7 +105,7 @@ _IDLE: dict[str, Callable[[Any, dict[str, Any]], bool]] = {  # takes the value a
     "dependencies": _all_free,
     "dependentRequired": _all_free,
     "dependentSchemas": _all_free,
-    "else": lambda value, node: "if" not in node or is_free(value),
+    "else": lambda value, node: True,  # if is judged by it, or is not there
     "format": _idle_format,
     "if": lambda value, node: is_free(node.get("then", True)) and is_free(node.get("else", True)),
     "maxContains": lambda value, node: "contains" not in node,
@@ -114,7 +120,7 @@ _IDLE: dict[str, Callable[[Any, dict[str, Any]], bool]] = {  # takes the value a
     "patternProperties": lambda value, node: value == {},
     "propertyNames": lambda value, node: is_free(value, "string"),
     "required": lambda value, node: value == [],
-    "then": lambda value, node: "if" not in node or is_free(value),
+    "then": lambda value, node: True,
     "unevaluatedItems": lambda value, node: is_free(value),
     "unevaluatedProperties": lambda value, node: is_free(value) or "additionalProperties" in node,
     "uniqueItems": lambda value, node: value is False or (is_number(most := node.get("maxItems")) and most <= 1),

@@ -26,9 +26,11 @@ COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "ma
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 DEFINITIONS = ("$defs", "definitions")
 NAMED = ("properties", "patternProperties", *DEFINITIONS)
-ANNOTATIONS = (  # of the standard, and OpenAPI's; its discriminator repeats what oneOf says
+ANNOTATIONS = (  # of the standard, OpenAPI's (its discriminator repeats what oneOf says), editors' and forms'
     *("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly"),
     *("writeOnly", "discriminator", "example", "externalDocs", "xml", "$anchor", "$dynamicAnchor"),
+    *("enumNames", "enumDescriptions", "markdownDescription", "markdownEnumDescriptions", "propertyOrdering"),
+    *("deprecationMessage", "errorMessage", "defaultSnippets"),
 )
 
 
@@ -60,9 +62,10 @@ def numbers_in(*values: object) -> Iterator[int | float]:
 
 
 def kinds_of(node: dict[str, Any]) -> list[Any]:
-    """Types that a schema names; empty when it names none."""
+    """Types that a schema names, with null where it is OpenAPI's nullable; empty when it names none."""
     kinds = node.get("type", [])
-    return kinds if isinstance(kinds, list) else [kinds]
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    return [*kinds, "null"] if kinds and node.get("nullable") is True and "null" not in kinds else kinds
 
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # what a keyword may be set to, and the remedy
@@ -115,10 +118,9 @@ def check_values(node: dict[str, Any], where: str, kinds: list[Any]) -> None:
         )
     _check_format(node, where, kinds)
     _check_named(node, where)
-    _check_least(node, where)
 
 
-def _check_least(node: dict[str, Any], where: str) -> None:
+def check_least(node: dict[str, Any], where: str) -> None:
     """A name that a schema leaves free could be written twice, so that an object has fewer properties than it shows."""
     least, names = node.get("minProperties", 0), set(node.get("required", ()))
     closed = node.get("additionalProperties") is False and not node.get("patternProperties")

@@ -23,7 +23,8 @@ from math import prod, ulp
 from typing import Any
 from urllib.parse import quote, unquote
 
-from edge_dflash.decode.grammar.schema_check import all_nodes, inner, resolve
+from edge_dflash.common.pointer import resolve
+from edge_dflash.decode.grammar.schema_check import all_nodes, inner
 from edge_dflash.decode.grammar.schema_formats import ENCODINGS, FORMATS
 from edge_dflash.decode.grammar.schema_idle import may_be
 from edge_dflash.decode.grammar.schema_keywords import (

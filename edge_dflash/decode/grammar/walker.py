@@ -7,10 +7,10 @@ tokens pushed so far and of nothing else, and forced tokens are exactly those th
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from edge_dflash.decode.grammar.lark_text import prepare
+from edge_dflash.decode.grammar.lark_text import Calls, prepare
 from edge_dflash.decode.grammar.library import Vocabulary, in_our_words
 from edge_dflash.decode.grammar.schema_check import check
 from edge_dflash.decode.grammar.schema_rewrite import rewrite
@@ -150,6 +150,8 @@ def compiled(source: Source, vocabulary: Vocabulary, stop_token_ids: tuple[int, 
     """Compile a grammar. Raises RequestError when it is invalid or nothing satisfies it. Takes any time and memory."""
     from llguidance import LLMatcher, LLParserLimits
 
+    if source.kind == "calls":
+        return _of_calls(source, vocabulary, stop_token_ids)
     kind = source.kind
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     matcher = LLMatcher(vocabulary.tokenizer, _grammar_text(source, vocabulary), log_level=0, limits=limits)
@@ -173,6 +175,27 @@ def compiled(source: Source, vocabulary: Vocabulary, stop_token_ids: tuple[int, 
     grammar = Compiled(matcher, vocabulary.size, source.vocab_size, stop_token_ids)
     _try_out(grammar, kind)
     return grammar
+
+
+def _of_calls(source: Source, vocabulary: Vocabulary, stop_token_ids: tuple[int, ...]) -> Compiled:
+    """Calls are held to their names alone where the library refuses their schemas and they may be."""
+    calls = Calls.from_json(source.text)
+
+    def made(text: str) -> Compiled:
+        return compiled(replace(source, kind="tools", text=text), vocabulary, stop_token_ids)
+
+    try:
+        return made(calls.grammar())
+    except RequestError:
+        free = []
+        for tool in calls.where_it_can():
+            try:
+                made(replace(calls, which="forced", tools=(tool,)).grammar())
+            except RequestError:
+                free.append(tool["name"])
+        if not free:
+            raise
+        return made(calls.grammar(free))
 
 
 def _try_out(grammar: Compiled, kind: str) -> None:

@@ -53,10 +53,11 @@ class Source:
     - "regex": in the syntax of Rust's regex crate, without look-around and back-references.
     - "grammar": Lark in the dialect of llguidance, from its rule ``start``. ``<name>`` is a special token,
       ``%json {...}`` a JSON Schema, to which ``whitespace`` applies.
-    - "tools": Lark, made by ``tool_grammar``.
+    - "calls": JSON of the :class:`~edge_dflash.decode.grammar.lark_text.Calls` that it may have.
+    - "tools": Lark, made of them.
     """
 
-    kind: Literal["schema", "regex", "grammar", "tools"]
+    kind: Literal["schema", "regex", "grammar", "calls", "tools"]
     text: str
     whitespace: bool
     vocab_size: int
