@@ -139,6 +139,7 @@ def _explain(request: _Request, text: str, where: Path) -> None:
     say(f"valid means: JSON of the demo's plan schema{names}")
     if (done := request.done(text)) is not None:
         say(f"the simulator ran the steps of the plan: they {'do' if done else 'do not do'} the task")
+    say("drafts follow this machine's speed: passes and accept length vary, tokens do not")
     say(f"next, check every token on this machine: {shlex.join(['edge-dflash', 'verify', str(where)])}")
     say("      build a bundle of your own pair:     edge-dflash build --help")
 

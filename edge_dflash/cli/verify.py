@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ from edge_dflash.checks.mixes import MixCheck, verify_mixes
 from edge_dflash.checks.provenance import check_report, write_report
 from edge_dflash.checks.subjects import bench_bundle
 from edge_dflash.cli.build import given_drafter
-from edge_dflash.cli.output import Json, emit_json, say, show, stages
+from edge_dflash.cli.output import Json, emit_json, named_table, say, show, stages
 from edge_dflash.cli.prompts import bench_prompts, default_prompts, read_prompts
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.planner import Planner
@@ -269,12 +270,10 @@ def _mean_length(runs: Sequence[SpeculativeRun]) -> str:
 
 
 def _acceptance_table(here: Sequence[float], at_build: Sequence[float]) -> Table:
-    table = Table(title="Share of the own drafts that were accepted, by position", title_justify="left")
-    table.add_column("")
-    for position in range(max(len(here), len(at_build))):
-        table.add_column(str(position + 1), justify="right")
-    for name, shares in (("these prompts", here), ("the self-test at build", at_build)):
-        table.add_row(name, *(f"{share:.2f}" for share in shares))
+    title, right = "Share of the own drafts that were accepted", ("these prompts", "the self-test's, at build")
+    table = named_table(title, "position", right=right)
+    for position, shares in enumerate(zip_longest(here, at_build), 1):
+        table.add_row(str(position), *("" if share is None else f"{share:.2f}" for share in shares))
     return table
 
 

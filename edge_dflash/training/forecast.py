@@ -126,7 +126,7 @@ class Forecast:
             f"memory of the device: {gigabytes(self.memory.total)}{there} ({parts})",
             *filter(None, [memory_warning(self.memory, self.device)]),
             f"disk: {gigabytes(self.disk)} for taps, {gigabytes(self.files)} for checkpoints and bundles",
-            f"time: {_hours_text(self.hours)} ({times})",
+            f"time expected: {_hours_text(self.hours)} ({times})",
         )
 
 

@@ -216,4 +216,4 @@ def test_sizes_and_times_are_told_in_units_that_fit(demo):
     assert [gigabytes(size) for size in (697_700, 45_600_000, 1_234_000_000)] == ["697.7 kB", "45.6 MB", "1.23 GB"]
     speeds = Speeds(answer_tokens=10.0, tap_tokens=10.0, step_seconds=36.0, evaluation_seconds=60.0)
     told = forecast(demo, BATCH, steps=200, tokens=3600, made=1800, speeds=speeds)
-    assert told.lines[-1] == "time: 2.2 h (answers 3.0 min, taps 6.0 min, training 2.0 h, evaluation 1.0 min)"
+    assert told.lines[-1] == "time expected: 2.2 h (answers 3.0 min, taps 6.0 min, training 2.0 h, evaluation 1.0 min)"
