@@ -201,6 +201,12 @@ def test_what_is_referred_to_is_enforced_wherever_it_stands(place):
         assert not accepts(made, bad)
 
 
+def test_a_definition_that_is_true_has_numbers_that_end():
+    made = schema({"$ref": "#/$defs/x", "$defs": {"x": True}})
+    assert accepts(made, "17.5")
+    assert not accepts(made, "1e400")
+
+
 def test_an_option_is_tagged_only_where_a_discriminator_says_so():
     option = {"type": "object", "properties": {"k": {"const": "a"}}, "additionalProperties": False}
     source = {

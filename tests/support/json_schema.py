@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 TYPES = {"string": str, "array": list, "object": dict, "boolean": bool, "null": type(None)}
-INF = float("inf")
 WORDS = {
     "type", "enum", "const", "anyOf", "oneOf", "allOf", "not", "minimum", "maximum", "minLength", "maxLength",
     "pattern", "items", "minItems", "maxItems", "properties", "required", "additionalProperties", "$ref", "default",
@@ -20,10 +19,7 @@ def faults(schema, value, root, where="body"):
     if isinstance(schema, bool):
         return [] if schema else [f"{where} must not be"]
     assert schema.keys() <= WORDS, schema.keys() - WORDS
-    if "$ref" in schema:
-        found = faults(pointed(root, schema["$ref"]), value, root, where)
-    else:
-        found = []
+    found = faults(pointed(root, schema["$ref"]), value, root, where) if "$ref" in schema else []
     kinds = schema.get("type", [])
     if kinds and not any(_is(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)):
         return [*found, f"{where} is {value!r}, no {kinds}"]
@@ -67,9 +63,10 @@ def _inside(schema, value, root, where):
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not schema.get("minimum", value) <= value <= schema.get("maximum", value):
             found.append(f"{where} is {value}, out of range")
-        if value <= schema.get("exclusiveMinimum", -INF) or value >= schema.get("exclusiveMaximum", INF):
+        above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+        if (above is not None and value <= above) or (below is not None and value >= below):
             found.append(f"{where} is {value}, out of range")
-        if value % schema.get("multipleOf", value or 1):
+        if "multipleOf" in schema and value % schema["multipleOf"]:
             found.append(f"{where} is {value}, no multiple")
     elif isinstance(value, str):
         if not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)):

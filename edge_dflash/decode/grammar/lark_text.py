@@ -304,15 +304,15 @@ def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
     return alone({**found, "type": "object"}, root)
 
 
-def _followed(schema: object, root: Mapping[str, Any]) -> object:
-    """What a schema stands for that is only a reference, an ``allOf`` or an ``anyOf`` of one; itself when it is none."""
+def _followed(schema: Any, root: Mapping[str, Any]) -> Any:
+    """What a schema stands for that is only a reference, or an ``allOf`` or ``anyOf`` of one; itself when it is not."""
     for _ in range(64):
         if not isinstance(schema, dict) or len(schema) != 1:
             break
         if "$ref" in schema:
             schema = resolve(root, schema["$ref"])
-        elif len(several := schema.get("allOf", schema.get("anyOf", ()))) == 1:
-            schema = several[0]
+        elif not schema.keys().isdisjoint(("allOf", "anyOf")) and len(next(iter(schema.values()))) == 1:
+            schema = next(iter(schema.values()))[0]
         else:
             break
     return schema

@@ -79,7 +79,7 @@ class _Plain:
         made: dict[str, Any] = self._node(self._root)
         while self._pending:
             name, node, tags = self._pending.pop()
-            self._defs[name] = self._node(node, tags)
+            self._defs[name] = {} if node is True else self._node(node, tags)
         return {**made, "$defs": self._defs} if self._defs else made
 
     def _node(self, node: Any, tags: Tags = ()) -> Any:
