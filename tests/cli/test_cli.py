@@ -127,8 +127,9 @@ def test_demo_builds_again_what_was_damaged_in_its_cache(cli, demo_bundle, tmp_p
     told = err[err.index("task: ") :].splitlines()
     assert told[1].startswith("scene: the robot is in ")
     assert any(line.startswith("rules: ") for line in told)
-    assert told[-4].startswith("valid means: ")
-    assert told[-3] == "the simulator ran the steps of the plan: they do the task"
+    assert told[-5].startswith("valid means: ")
+    assert told[-3].startswith("drafts follow this machine's speed")
+    assert told[-4] == "the simulator ran the steps of the plan: they do the task"
     assert [shlex.split(line.partition(": ")[2])[:2] for line in told[-2:]] == [
         ["edge-dflash", "verify"],
         ["edge-dflash", "build"],

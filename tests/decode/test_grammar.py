@@ -308,6 +308,7 @@ REFUSED_SCHEMAS = [
     ({"properties": {"a": 5}}, "the schema at #/properties/a is 5"),
     ({"anyOf": {"type": "string"}}, "anyOf at # is {'type': 'string'}"),
     ({"$ref": "#/$defs/none"}, "points to nothing"),
+    ({"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}}}, "leads to itself"),
     ({"$ref": "#/enum/1", "enum": [1, "go"]}, "points to 'go', which is no schema"),
     ({"properties": {"a": {"$id": "x", "type": "null"}}}, "$id at #/properties/a would change what references mean"),
     ({"$ref": "https://example.org/schema"}, "only references inside the schema"),

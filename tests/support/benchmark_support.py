@@ -75,7 +75,7 @@ class TimedBackend(FakeBackend):
         super().__init__(shape)
         self.clock, self.natural, self.gpu, self.allocates = clock, natural, FakeGpu(), allocates
         self.budget = {"weights": 900, "kv": 100}
-        self.pattern, self.cycles, self.lengths = None, 0, []
+        self.pattern, self.cycled, self.lengths = None, 0, []
 
     def prefill(self, ids, lane=0, sight=None):
         self.clock.now += PREFILL * len(ids)
@@ -103,9 +103,9 @@ class TimedBackend(FakeBackend):
         return Cycle((1,) * (accepted + 1), accepted, most, PROPOSE, VERIFY)
 
     def _begin_cycle(self):
-        self._slow = FIRST if self.cycles == 0 else 1.0
-        accepted = self.pattern[self.cycles % len(self.pattern)] if self.pattern else self.natural
-        self.cycles += 1
+        self._slow = FIRST if self.cycled == 0 else 1.0
+        accepted = self.pattern[self.cycled % len(self.pattern)] if self.pattern else self.natural
+        self.cycled += 1
         self.gpu.allocations += self.allocates
         return accepted
 

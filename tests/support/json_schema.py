@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 TYPES = {"string": str, "array": list, "object": dict, "boolean": bool, "null": type(None)}
 WORDS = {
@@ -66,7 +67,7 @@ def _inside(schema, value, root, where):
         above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
         if (above is not None and value <= above) or (below is not None and value >= below):
             found.append(f"{where} is {value}, out of range")
-        if "multipleOf" in schema and value % schema["multipleOf"]:
+        if "multipleOf" in schema and Fraction(repr(value)) % Fraction(repr(schema["multipleOf"])):
             found.append(f"{where} is {value}, no multiple")
     elif isinstance(value, str):
         if not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)):

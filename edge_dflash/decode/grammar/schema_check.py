@@ -92,6 +92,8 @@ def check(root: dict[str, Any]) -> None:
             f"the schema and the definitions that it refers to are {levels} levels deep in all, "
             f"at most {MAX_LEVELS} are taken; use fewer definitions"
         )
+    for reference in targets:
+        _check_leads_on(reference, targets)
     for where, target in (("#", root), *targets.items()):
         _check_options(target, where, [], apart)
     finite: set[str] = set()
@@ -102,6 +104,17 @@ def check(root: dict[str, Any]) -> None:
             "no finite document satisfies the schema: a required part contains itself; "
             "make that property optional, or allow null or an empty array"
         )
+
+
+def _check_leads_on(reference: str, targets: Mapping[str, Node]) -> None:
+    """Raise RequestError for a reference that leads to itself, through references alone."""
+    seen, node = {reference}, targets.get(reference)
+    while isinstance(node, dict) and "$ref" in node:
+        following = str(node["$ref"])
+        if following in seen:
+            raise RequestError(f"$ref {short(reference)} leads to itself and says nothing; define what is there")
+        seen.add(following)
+        node = targets.get(following)
 
 
 def _check_nesting(root: object) -> None:
