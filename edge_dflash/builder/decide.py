@@ -26,6 +26,7 @@ from edge_dflash.builder.journal import check_free
 from edge_dflash.builder.scales import ScaleDecisions, decide_scales
 from edge_dflash.bundle.manifest import EngineFiles, FileEntry, SourceFile
 from edge_dflash.bundle.parts import Part, building_path, bundle_parts, stack_bytes
+from edge_dflash.checks.footprint import read_bytes
 from edge_dflash.checks.inspect import default_chunk, prefill_ms
 from edge_dflash.common.files import check_place
 from edge_dflash.common.tables import encode
@@ -36,7 +37,7 @@ from edge_dflash.model.registry import NO_DRAFTER
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.version import __version__
 from edge_dflash.weights.checkpoint import PairCheckpoint
-from edge_dflash.weights.formats import FORMATS, TIED, WeightFormat, read_as
+from edge_dflash.weights.formats import FORMATS, TIED, WeightFormat
 from edge_dflash.weights.recipe import Recipe, default_recipe, load_recipe
 
 _SLACK = 1 << 20  # bytes for headers, manifest and file system blocks
@@ -110,7 +111,7 @@ class Decisions:
     def lines(self) -> tuple[str, ...]:
         """What was chosen, for people."""
         rows, arch = self.prefill_chunk, self.choice.arch
-        read = {name: read_as(self.formats[name]).nbytes(w.shape) for name, w in self.programs.weights.items()}
+        read = read_bytes(self.programs, self.formats)
         ms = prefill_ms(self.programs, read, rows, arch, largest_board(arch.sm))
         return (
             self.choice.line if self.pair.drafter else f"{self.choice.line}; no drafter: plain decoding",

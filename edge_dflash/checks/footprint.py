@@ -24,7 +24,7 @@ from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.pictures.decode import DEFAULT_LIMITS
 from edge_dflash.pictures.gate import in_flight
-from edge_dflash.weights.formats import KV_BYTES, KvFormat, WeightFormat
+from edge_dflash.weights.formats import KV_BYTES, TIED, KvFormat, WeightFormat, read_as
 from edge_dflash.weights.stacks import program_stacks
 
 ACTIVATION_BYTES = 2  # BF16
@@ -277,6 +277,16 @@ def row_parameters(program: Program) -> int:
 def expert_parameters(program: Program) -> int:
     """Those of :func:`row_parameters` that are a mixture's."""
     return sum(expert_bytes.row_weights(program, op) for op in expert_layers(program))
+
+
+def read_bytes(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, int]:
+    """Bytes of one read of each weight."""
+    return {name: read_as(formats[name]).nbytes(weight.shape) for name, weight in programs.weights.items()}
+
+
+def stored_bytes(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, int]:
+    """Those of the weights that are stored: one that is tied is another's."""
+    return {name: size for name, size in read_bytes(programs, formats).items() if formats[name] != TIED}
 
 
 def pass_bytes(program: Program, read: Mapping[str, int], rows: int) -> int:

@@ -25,7 +25,7 @@ from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import DrafterLayerMask, PairSpec
-from edge_dflash.weights.formats import TIED, KvFormat, WeightFormat, read_as
+from edge_dflash.weights.formats import TIED, KvFormat, WeightFormat
 from edge_dflash.weights.recipe import Recipe
 
 DEFAULT_CONTEXT = 4096  # committed tokens at which a cycle is costed, unless the maximum is smaller
@@ -52,7 +52,6 @@ class Inspection:
     context: int  # committed tokens at which the cycle is costed
     max_context: int  # rows of every KV state
     prefill_chunk: int
-    row_parameters: int  # weights that a row of a prefill is multiplied with
     prefill_chunk_ms: float | None  # estimate of a pass: its weights' bytes or its products; None: no rate is known
     kv_format: KvFormat
     drafter_masks: tuple[DrafterLayerMask, ...]  # of each layer of the drafter
@@ -199,8 +198,7 @@ def inspect_pair(
             f"context {context} is outside 0..{max_context - block} (maximum - block); "
             "give a smaller --context, or a larger maximum"
         )
-    read = {name: read_as(formats[name]).nbytes(weight.shape) for name, weight in programs.weights.items()}
-    stored = {name: size for name, size in read.items() if formats[name] != TIED}
+    read, stored = footprint.read_bytes(programs, formats), footprint.stored_bytes(programs, formats)
     target, drafter = ([s for n, s in programs.states.items() if n.startswith(m)] for m in ("target.", "drafter."))
     held = partial(footprint.memory_bytes, programs, stored, spec, max_context, prefill_chunk, kv_format)
     return Inspection(
@@ -210,7 +208,6 @@ def inspect_pair(
         context=context,
         max_context=max_context,
         prefill_chunk=prefill_chunk,
-        row_parameters=footprint.row_parameters(programs.prefill),
         prefill_chunk_ms=prefill_ms(programs, read, prefill_chunk, arch, board),
         kv_format=kv_format,
         drafter_masks=spec.drafter.layers if spec.drafter else (),

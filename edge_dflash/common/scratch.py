@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -23,10 +24,16 @@ def scratch(parent: Path, prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a directory. Raises BlockingIOError where it is locked already, OSError where it cannot be."""
+    """Lock a directory.
+
+    Raises BlockingIOError where it is locked already, FileNotFoundError where it was removed meanwhile, and OSError
+    where it cannot be locked.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(descriptor), folder.stat()):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
         yield
     finally:
         os.close(descriptor)

@@ -44,8 +44,7 @@ class PlanLines:
         """What is to be printed of the next piece."""
         if self._json is None and text.strip():
             self._json = text.lstrip().startswith("{")
-        made = "".join(map(self._placed, text)) if self._json else text
-        return made
+        return "".join(map(self._placed, text)) if self._json else text
 
     def _placed(self, character: str) -> str:
         placed = self._in_string(character) if self._quoted else self._outside(character)

@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from edge_dflash.bundle.manifest import Manifest
-from edge_dflash.checks.footprint import memory_bytes
+from edge_dflash.checks.footprint import memory_bytes, stored_bytes
 from edge_dflash.model import pair_programs
 from edge_dflash.pictures.decode import DEFAULT_LIMITS
 from edge_dflash.pictures.gate import in_flight
 from edge_dflash.serve.config import MIB, ServeConfig
-from edge_dflash.weights.formats import TIED, read_as
 
 PROGRAM = 3 << 30
 """Python, NumPy, the driver's libraries and context, and the processes of grammars and templates."""
@@ -35,11 +34,7 @@ def memory_parts(manifest: Manifest, config: ServeConfig) -> Mapping[str, int]:
     """Bytes by what takes them, each at its most."""
     engine, programs = config.engine, pair_programs(manifest.pair)
     lanes = engine.lanes or manifest.lanes
-    stored = {
-        name: read_as(manifest.weights[name]).nbytes(weight.shape)
-        for name, weight in programs.weights.items()
-        if manifest.weights[name] != TIED
-    }
+    stored = stored_bytes(programs, manifest.weights)
     sizes = (manifest.max_context, manifest.prefill_chunk, manifest.precision.kv, lanes)
     pair = memory_bytes(programs, stored, manifest.pair, *sizes)
     session = (pair.target_kv + pair.drafter_kv + pair.delta_state) // lanes

@@ -7,19 +7,19 @@ when all of it is on the disk; one that was damaged is copied again, whole.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from edge_dflash.board.linux import drop_page_cache
 from edge_dflash.builder.journal import recover, sync_path
 from edge_dflash.bundle.manifest import MANIFEST, Manifest
 from edge_dflash.bundle.reader import Bundle, check_files, read_manifest
+from edge_dflash.common import scratch
 from edge_dflash.errors import BundleError, EdgeDflashError
 from edge_dflash.install.host import InstallPaths
 
@@ -33,18 +33,12 @@ _SPARE = 64 << 20  # bytes of disk beside a copy
 def locked(layout: InstallPaths) -> Iterator[None]:
     """Hold the installation for one change. Raises EdgeDflashError while another holds it."""
     layout.releases.mkdir(mode=0o755, parents=True, exist_ok=True)
-    descriptor = os.open(layout.releases, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with ExitStack() as lock:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = os.path.samestat(os.fstat(descriptor), layout.releases.stat())  # not removed meanwhile
+            lock.enter_context(scratch.locked(layout.releases))
         except (BlockingIOError, FileNotFoundError):
-            free = False
-        if not free:
-            raise EdgeDflashError(f"another change of {layout.base} is under way; wait for its end")
+            raise EdgeDflashError(f"another change of {layout.base} is under way; wait for its end") from None
         yield
-    finally:
-        os.close(descriptor)
 
 
 def add(layout: InstallPaths, bundle: Path, program: Path) -> tuple[str, list[str]]:

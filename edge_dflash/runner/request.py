@@ -17,8 +17,8 @@ from typing import Any
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.controls import Controls, Interrupted, Pace, Patience
+from edge_dflash.decode.grammar.calls import AnswerForm, Calls
 from edge_dflash.decode.grammar.compiled import Grammar, compile_form
-from edge_dflash.decode.grammar.lark_text import AnswerForm, Calls
 from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.options import Options, Request, Task, admit, as_messages, token_ids

@@ -33,9 +33,7 @@ from edge_dflash.serve.state_dir import held
 log = logging.getLogger("edge_dflash.serve")
 Showing: TypeAlias = Callable[[str], AbstractContextManager[Progress]]  # shows the progress of what is named
 _BACKLOG = 1024  # connections that wait to be accepted; a Unix socket refuses those beyond
-_ACCEPTED = (
-    4  # connections that are accepted before those that are open are read: a crowd must not push them out unread
-)
+_ACCEPTED = 4  # connections that are accepted before open ones are read: a crowd must not push them out unread
 FIRST_LISTEN_FD = 3  # SD_LISTEN_FDS_START
 
 

@@ -81,11 +81,6 @@ def meaning(schema: object, root: Mapping[str, Any]) -> Meaning:
     return _read(schema, root, _DEPTH, [_WORTH])
 
 
-def types_of(schema: object, root: Mapping[str, Any]) -> set[str]:
-    """Types that a value may have by its schema, named or implied; empty when it says nothing of them."""
-    return meaning(schema, root).kinds or set()
-
-
 def _read(schema: object, root: Mapping[str, Any], depth: int, left: list[int]) -> Meaning:
     """Every keyword narrows what the others leave."""
     left[0] -= 1

@@ -16,7 +16,6 @@ from typing import Any
 
 from edge_dflash.errors import RequestError
 from edge_dflash.text.parameters import Meaning, meaning, parameter, parts_of, type_names, written
-from edge_dflash.text.parameters import types_of as types_of
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": JSON Schema}}
 

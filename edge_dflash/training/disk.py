@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError
 
+from edge_dflash.bundle.parts import hash_file
 from edge_dflash.errors import CheckpointError, RequestError
 from edge_dflash.weights.safetensors import TensorFiles
 
@@ -87,9 +88,4 @@ def damaged_file(folder: Path) -> Path | None:
 
 
 def _sums(folder: Path) -> dict[str, str]:
-    found = {}
-    for path in sorted(folder.iterdir()):
-        if path.name != _SUMS:
-            with path.open("rb") as file:
-                found[path.name] = file_digest(file, "sha256").hexdigest()
-    return found
+    return {path.name: hash_file(path).sha256 for path in sorted(folder.iterdir()) if path.name != _SUMS}

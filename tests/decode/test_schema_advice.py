@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edge_dflash.decode.grammar.lark_text import tool_grammar
+from edge_dflash.decode.grammar.calls import Calls
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tool_calls import TaggedCalls
 from tests.decode.test_grammar import schema
@@ -158,7 +158,9 @@ def test_parameters_that_follow_the_advice_are_taken(given, advice, followed):
     tags = TaggedCalls("<function=", ">\n", ">\n", "\n", "\n", "</function>\n")
 
     def made(properties):
-        return tool_grammar([{"name": "f", "parameters": {"type": "object", "properties": properties}}], tags)
+        return Calls.of(
+            "forced", [{"name": "f", "parameters": {"type": "object", "properties": properties}}], tags
+        ).grammar()
 
     with pytest.raises(RequestError) as refused:
         made(given)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from edge_dflash.decode.grammar.lark_text import tool_grammar
+from edge_dflash.decode.grammar.calls import Calls
 from edge_dflash.decode.grammar.schema_check import check
 from edge_dflash.decode.grammar.schema_plain import plain
 from edge_dflash.errors import RequestError
@@ -176,7 +176,7 @@ def test_the_parameters_of_a_tool_are_in_plain_form():
         "additionalProperties": False,
     }
     assert plain(parameters)["properties"]["t"] == {"type": "string", "pattern": "^a", "minLength": 2}
-    made = tool_grammar([{"name": "f", "parameters": parameters}], TaggedCalls("", "", "", "", "", ""))
+    made = Calls.of("forced", [{"name": "f", "parameters": parameters}], TaggedCalls("", "", "", "", "", "")).grammar()
     assert '("x" | "y")' in made
     assert '"maximum": 255' in made
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from edge_dflash.decode.grammar.lark_text import tool_grammar
+from edge_dflash.decode.grammar.calls import Calls
 from edge_dflash.decode.grammar.schema_check import check
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tool_calls import JsonCalls
@@ -126,12 +126,12 @@ def test_a_oneof_that_nothing_refers_to_does_not_matter():
 def test_options_are_those_of_tools_and_of_inline_schemas_too():
     parameters = {"type": "object", "properties": {"step": {"oneOf": REFS}}, "required": ["step"], "$defs": DEFS}
     tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
-    assert '"#/$defs/D"' in tool_grammar([tool], JsonCalls('{"name": ', ', "arguments": ', "}"))
+    assert '"#/$defs/D"' in Calls.of("forced", [tool], JsonCalls('{"name": ', ', "arguments": ', "}")).grammar()
     inline = lark(f"start: %json {json.dumps(parameters)}")
     assert accepts(inline, '{"step":{"do":"hold"}}')
     tool["function"]["parameters"] = {"type": "object", "properties": {"step": TOGETHER[0]}}
     with pytest.raises(RequestError, match="could hold together"):
-        tool_grammar([tool], JsonCalls('{"name": ', ', "arguments": ', "}"))
+        Calls.of("forced", [tool], JsonCalls('{"name": ', ', "arguments": ', "}")).grammar()
 
 
 def _tagged(index, **more):

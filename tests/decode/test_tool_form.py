@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from grammar_support import END, Walk, compiled_here, split_answer, tokenizer
 
-from edge_dflash.decode.grammar.lark_text import tool_grammar
+from edge_dflash.decode.grammar.calls import Calls
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 from edge_dflash.text.chat import dialect_of
@@ -73,7 +73,7 @@ TOOLS = [GRASP, WAIT, tool('say "é"', {"text": {"type": "string"}}, ("text",))]
 
 def form(tools, words):
     """A call of one of the tools, at its start; the tokenizers differ in their templates only."""
-    return Walk(compiled_here("tools", tool_grammar(tools, dialect_of(words)), STOP))
+    return Walk(compiled_here("tools", Calls.of("forced", tools, dialect_of(words)).grammar(), STOP))
 
 
 def drawn(constraint, words, seed):
@@ -178,7 +178,7 @@ REFUSED = [
 @pytest.mark.parametrize(("properties", "reason"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_the_tags_cannot_hold_is_refused_by_name(properties, reason):
     with pytest.raises(RequestError) as refused:
-        tool_grammar([tool("f", properties)], dialect_of(DIALECTS["tagged"]))
+        Calls.of("forced", [tool("f", properties)], dialect_of(DIALECTS["tagged"])).grammar()
     assert str(refused.value).startswith("a call of the tool 'f' cannot be forced: ")
     assert reason in str(refused.value)
 
@@ -186,31 +186,31 @@ def test_what_the_tags_cannot_hold_is_refused_by_name(properties, reason):
 def test_a_parameter_that_nothing_satisfies_is_left_out_where_it_is_optional():
     nothing, fine = {"type": "integer", "enum": [1.5, "1"]}, {"type": "boolean"}
     with pytest.raises(RequestError, match="nothing satisfies parameter 'a'; make it optional"):
-        tool_grammar([tool("f", {"a": nothing, "b": fine}, ("a",))], dialect_of(DIALECTS["tagged"]))
-    made = tool_grammar([tool("f", {"a": nothing, "b": fine})], dialect_of(DIALECTS["tagged"]))
+        Calls.of("forced", [tool("f", {"a": nothing, "b": fine}, ("a",))], dialect_of(DIALECTS["tagged"])).grammar()
+    made = Calls.of("forced", [tool("f", {"a": nothing, "b": fine})], dialect_of(DIALECTS["tagged"])).grammar()
     assert "parameter=b" in made
     assert "parameter=a" not in made
 
 
 def test_values_of_another_type_are_no_choices():
     integers = tool("f", {"a": {"type": "integer", "enum": [1, 1.5, 2.0, True, "3"]}}, ("a",))
-    text = tool_grammar([integers], dialect_of(DIALECTS["tagged"]))
+    text = Calls.of("forced", [integers], dialect_of(DIALECTS["tagged"])).grammar()
     assert 'c0p0v: ("1" | "2.0") ' in text
 
 
 def test_rules_of_the_whole_are_refused_where_they_would_not_hold():
     with pytest.raises(RequestError, match="'minProperties' of its parameters would not be enforced"):
-        tool_grammar([tool("f", {"a": {}}, minProperties=1)], dialect_of(DIALECTS["tagged"]))
+        Calls.of("forced", [tool("f", {"a": {}}, minProperties=1)], dialect_of(DIALECTS["tagged"])).grammar()
     with pytest.raises(RequestError, match="its parameters are not of type object"):
-        tool_grammar([{"name": "f", "parameters": {"type": "array"}}], dialect_of(DIALECTS["json"]))
+        Calls.of("forced", [{"name": "f", "parameters": {"type": "array"}}], dialect_of(DIALECTS["json"])).grammar()
 
 
 def test_tools_that_are_too_many_or_alike_are_refused():
     with pytest.raises(RequestError, match="two tools are called 'wait'"):
-        tool_grammar([WAIT, WAIT], dialect_of(DIALECTS["json"]))
+        Calls.of("forced", [WAIT, WAIT], dialect_of(DIALECTS["json"])).grammar()
     many = [tool(f"t{index}", {"a": {"const": "x" * 1000}}) for index in range(80)]
     with pytest.raises(RequestError, match=r"too large for a forced call: .* choose one by name, or give fewer"):
-        tool_grammar(many, dialect_of(DIALECTS["json"]))
+        Calls.of("forced", many, dialect_of(DIALECTS["json"])).grammar()
 
 
 CHOICES = [
@@ -264,6 +264,6 @@ def test_branches_that_multiply_or_lead_to_themselves_take_no_time(end, depth):
     many = tool("f", {"a": {"$ref": "#/$defs/d0"}}, **{"$defs": branches(depth, end)})
     began, made = time.process_time(), ""
     with contextlib.suppress(RequestError):
-        made = tool_grammar([many], dialect_of(DIALECTS["tagged"]))
+        made = Calls.of("forced", [many], dialect_of(DIALECTS["tagged"])).grammar()
     assert len(made) < 1 << 16
     assert time.process_time() - began < 1

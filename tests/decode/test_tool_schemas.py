@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from json_schema import faults
 
-from edge_dflash.decode.grammar.lark_text import AnswerForm, Calls, beside_form, call_grammar, tool_grammar
+from edge_dflash.decode.grammar.calls import AnswerForm, Calls
 from edge_dflash.decode.grammar.schema_check import check
 from edge_dflash.decode.grammar.schema_plain import plain
 from edge_dflash.errors import RequestError
@@ -146,7 +146,10 @@ def test_records_in_records_are_written_once():
     assert not accepts(one, '{"a":{"n1":{"n2":{"n3":5}}}}')
     assert not accepts(one, '{"a":{"n1":{"n2":{"n0":"x"}}}}')
     for dialect in DIALECTS.values():
-        assert len(tool_grammar([{"name": "f", "parameters": records(4, 30)}], dialect_of(dialect))) < 10_000
+        assert (
+            len(Calls.of("forced", [{"name": "f", "parameters": records(4, 30)}], dialect_of(dialect)).grammar())
+            < 10_000
+        )
 
 
 def test_names_of_a_whole_schema_are_counted():
@@ -310,7 +313,7 @@ def test_definitions_go_where_they_are_needed():
     defs = {f"D{index}": {"type": "object", "properties": {"x" * 40: {"type": "string"}}} for index in range(200)}
     properties = {f"p{index}": {"type": "integer"} for index in range(60)} | {"d": {"$ref": "#/$defs/D7"}}
     tool = {"name": "f", "parameters": {"type": "object", "properties": properties, "$defs": defs}}
-    assert len(tool_grammar([tool], dialect_of(DIALECTS["tagged"]))) < 8000
+    assert len(Calls.of("forced", [tool], dialect_of(DIALECTS["tagged"])).grammar()) < 8000
 
 
 # beside a form, and where they are compiled ---------------------------------------------------------------------------
@@ -348,13 +351,13 @@ def test_many_tools_beside_a_form_are_held_to_their_names_the_largest_first():
         {"name": f"t{index}", "parameters": {"type": "object", "properties": {f"p{i}": INTEGER for i in range(8)}}}
         for index in range(60)
     ]
-    made = beside_form([*few, *large], TAGGED, REPORT)
+    made = Calls.of("beside", [*few, *large], TAGGED, REPORT).grammar()
     compiled_here("tools", made, STOP)
     assert made.count("<parameter=a>") == 3
     assert 0 < made.count("<parameter=p0>") < 60
     with pytest.raises(RequestError, match=r"too large for calls beside a schema: .* leave it out, or give fewer"):
-        beside_form([{**tool, "strict": True} for tool in large], TAGGED, REPORT)
-    assert call_grammar([*large, {**FINE, "strict": True}], TAGGED).count("<parameter=") == 1
+        Calls.of("beside", [{**tool, "strict": True} for tool in large], TAGGED, REPORT).grammar()
+    assert Calls.of("strict", [*large, {**FINE, "strict": True}], TAGGED).grammar().count("<parameter=") == 1
 
 
 def test_the_schemas_of_tools_are_bounded_like_schemas():

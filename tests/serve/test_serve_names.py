@@ -12,7 +12,7 @@ import time
 import pytest
 from fakes import FakeBackend
 from planner_support import Gate
-from service_support import TEXT_SHAPE, Process, client_of, fake_service
+from service_support import TEXT_SHAPE, Process, services
 
 from edge_dflash import Planner
 from edge_dflash import session as session_module
@@ -25,17 +25,8 @@ SESSIONS = "/v1/edge_dflash/sessions"
 
 @pytest.fixture
 def start(tmp_path):
-    """Services on one state directory, one after another."""
-    begun = []
-
-    def begin(backend=None, **sections):
-        service = fake_service(tmp_path, backend, **sections)
-        begun.append(service)
-        return service, client_of(service)
-
-    yield begin
-    for service in begun:
-        service.close()
+    with services(tmp_path) as begin:
+        yield begin
 
 
 def turn(client, name, text="go"):

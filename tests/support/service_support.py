@@ -79,6 +79,20 @@ def client_of(service: Service, key: str = "") -> TestClient:
     )
 
 
+@contextmanager
+def services(directory: Path):
+    """What begins services on one state directory, one after another, and gives each with its client."""
+    begun = []
+
+    def begin(backend=None, **sections):
+        begun.append(service := fake_service(directory, backend, **sections))
+        return service, client_of(service)
+
+    yield begin
+    for service in begun:
+        service.close()
+
+
 def thinking_service(directory: Path, answer: str) -> Service:
     """A service whose model, asked to think about TOOL_TASK, answers this."""
     tokenizer = thinking_tokenizer(directory / "tokenizer")

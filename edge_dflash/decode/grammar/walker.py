@@ -10,7 +10,8 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from edge_dflash.decode.grammar.lark_text import Calls, prepare
+from edge_dflash.decode.grammar.calls import Calls
+from edge_dflash.decode.grammar.lark_text import prepare
 from edge_dflash.decode.grammar.library import Vocabulary, in_our_words
 from edge_dflash.decode.grammar.schema_check import check
 from edge_dflash.decode.grammar.schema_rewrite import rewrite

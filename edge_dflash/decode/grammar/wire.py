@@ -53,7 +53,7 @@ class Source:
     - "regex": in the syntax of Rust's regex crate, without look-around and back-references.
     - "grammar": Lark in the dialect of llguidance, from its rule ``start``. ``<name>`` is a special token,
       ``%json {...}`` a JSON Schema, to which ``whitespace`` applies.
-    - "calls": JSON of the :class:`~edge_dflash.decode.grammar.lark_text.Calls` that it may have.
+    - "calls": JSON of the :class:`~edge_dflash.decode.grammar.calls.Calls` that it may have.
     - "tools": Lark, made of them.
     """
 
