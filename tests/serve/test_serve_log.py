@@ -239,9 +239,10 @@ def test_a_stream_that_takes_nothing_stops_nobody_and_what_was_dropped_is_said()
         time.sleep(0.5)
         said = process.communicate("go\n", timeout=60)[1]
     lines = (read + said).splitlines()
-    dropped = int(re.search(r"WARNING edge_dflash.serve: (\d+) lines of the log were dropped", said)[1])
+    dropped = re.findall(r"WARNING edge_dflash.serve: (\d+) lines of the log were dropped", read + said)
+    assert dropped  # once, or by turns with lines that found a place
     assert lines[-1] == "INFO edge_dflash.serve: the last one"
-    assert len(lines) + dropped == 20_000 + 2
+    assert len(lines) - len(dropped) + sum(map(int, dropped)) == 20_000 + 1
     assert lines[0].startswith("INFO edge_dflash.serve: line 0 xxx")
 
 
