@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cli_support import PAIR
 from hypothesis import HealthCheck, settings
-from paths import DEMO
+from paths import DEMO, GOLDEN
 
 from edge_dflash.common.files import directory
 
@@ -108,7 +108,7 @@ def opened_once():
 @pytest.fixture(scope="session")
 def golden() -> Path:
     """Directory of the golden files and of the checkpoints that they were made from."""
-    return Path(__file__).resolve().parent / "golden"
+    return GOLDEN
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from floors import FLOORS
@@ -16,6 +15,7 @@ from paths import ROOT
 
 PACKAGE = ROOT / "edge_dflash"
 FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
 RANK = {room: i for i, room in enumerate(FLOORS)}
 LINES, FUNCTION = 500, 60  # a file above LINES says why in its docstring: "... lines: ..."
 SAME_IDEA = {"KvMemory": "the rows of K and V of one layer, in each backend"}  # public classes that two modules hold
@@ -52,21 +52,28 @@ def test_every_room_has_its_floor():
     assert found - {"__pycache__"} == set(FLOORS)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_rooms_import_only_lower_ones(path: Path):
-    me = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    for module in imports(ast.parse(path.read_text())):
-        assert room(module) == me or RANK[room(module)] < RANK[me], f"{path} imports {module}"
+def test_rooms_import_only_lower_ones():
+    me = {path: path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
+    assert not [
+        f"{path} imports {module}"
+        for path, tree in TREES.items()
+        for module in imports(tree)
+        if room(module) != me[path] and RANK[room(module)] >= RANK[me[path]]
+    ]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_functions_fit_a_screen_and_large_files_say_why(path: Path):
-    text = path.read_text()
-    tree = ast.parse(text)
-    assert len(text.splitlines()) <= LINES or "lines:" in (ast.get_docstring(tree) or "")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno - node.lineno < FUNCTION, node.name
+def test_large_files_say_why():
+    large = [path for path in FILES if len(path.read_text().splitlines()) > LINES]
+    assert not [path for path in large if "lines:" not in (ast.get_docstring(TREES[path]) or "")]
+
+
+def test_functions_fit_a_screen():
+    assert not [
+        f"{path}: {node.name}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= FUNCTION
+    ]
 
 
 def test_an_import_that_goes_up_is_found():
@@ -74,16 +81,12 @@ def test_an_import_that_goes_up_is_found():
     assert list(imports(tree)) == ["edge_dflash.cli", "edge_dflash.planner", "edge_dflash"]
 
 
-def classes(path: Path) -> Iterator[str]:
-    return (node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
-
-
 def test_no_public_class_has_the_name_of_another():
     found = defaultdict(list)
-    for path in FILES:
-        for name in classes(path):
-            if not name.startswith("_"):
-                found[name].append(str(path.relative_to(PACKAGE)))
+    for path, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(str(path.relative_to(PACKAGE)))
     twice = {name: paths for name, paths in found.items() if len(paths) > 1}
     assert twice.keys() == SAME_IDEA.keys(), twice
 
@@ -98,9 +101,10 @@ def prose(text: str) -> Iterator[str]:
             yield ast.get_docstring(node) or ""
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_docstrings_and_comments_have_no_tics(path: Path):
-    assert [found for text in prose(path.read_text()) for found in TICS.findall(text)] == []
+def test_docstrings_and_comments_have_no_tics():
+    assert not [
+        f"{path}: {found}" for path in FILES for text in prose(path.read_text()) for found in TICS.findall(text)
+    ]
 
 
 @pytest.mark.parametrize(

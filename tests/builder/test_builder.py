@@ -21,6 +21,7 @@ from builder_support import (
     poison,
     recipe,
 )
+from paths import GOLDEN
 from safetensors.numpy import load_file
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
@@ -130,7 +131,7 @@ def test_modelopt_and_compressed_tensors_give_equal_weights(built):
 def test_a_stored_nvfp4_model_computes_the_golden_logits(tmp_path):
     build(config_of("modelopt", tmp_path / "out", recipe=recipe(tmp_path, KEEP)))
     bundle = Bundle.open(tmp_path / "out")
-    golden = load_file(Path(__file__).parents[1] / "golden" / "golden_qwen3_5.safetensors")
+    golden = load_file(GOLDEN / "golden_qwen3_5.safetensors")
     backend = ReferenceBackend(bundle.pair, bundle, Precision("float32", "float32"), max_context=64)
     rows = backend.prefill(golden["p1.prompt"].tolist())
     assert np.abs(rows.logits()[0] - golden["p1.nvfp4_w4a16_prefill_logits"][-1]).max() < 1e-3

@@ -1,7 +1,6 @@
-from pathlib import Path
-
 import pytest
 import torch
+from paths import GOLDEN
 from safetensors.torch import load_file
 
 from calib.demo.delta import UnitLowerInverse, chunked_delta, sequential_delta
@@ -12,7 +11,6 @@ from calib.demo.storage import load_target, save_model
 from edge_dflash.training.fakequant import fake_fp8
 from edge_dflash.weights.quantize import dequantize, fused_group, quantize_nvfp4
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 PROMPTS = ("p0", "p1", "p2")
 
 

@@ -9,10 +9,14 @@ tokens must not depend on the masks. The last line is one JSON object.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+from paths import GOLDEN
 
 from calib.demo.evaluate import heldout_tasks
 from edge_dflash.backends.reference.backend import ReferenceBackend
@@ -104,7 +108,7 @@ def measure(pair, store, prompts, golden):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--golden", type=Path, default=Path(__file__).parents[1] / "golden")
+    parser.add_argument("--golden", type=Path, default=GOLDEN)
     parser.add_argument("--pairs", default="qwen3,qwen3_5,demo")
     parser.add_argument("--tasks", type=int, default=3)
     given = parser.parse_args()

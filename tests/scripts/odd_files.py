@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from odd_files import BUNDLES, CONFIGS, RECIPES, TENSORS
+from paths import GOLDEN
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 MOST_SECONDS = 60
 
 

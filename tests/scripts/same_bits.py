@@ -21,10 +21,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 from bits_cases import demo_cases, tiny_cases
+from paths import GOLDEN
 
 TREE = Path(importlib.util.find_spec("edge_dflash").origin).resolve().parents[1]  # PYTHONPATH decides which
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 DEMO = TREE / "edge_dflash" / "demo" / "models"
 MIXED = """schema: 1
 name: mixed

@@ -4,15 +4,14 @@ import hashlib
 import json
 import shutil
 import struct
-from pathlib import Path
 
+from paths import GOLDEN
 from text_support import byte_tokenizer, write_tokenizer
 from tokenizers import AddedToken
 
 from edge_dflash.builder.write import BuildConfig
 from edge_dflash.weights.safetensors import TensorFiles
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 TARGETS = {
     "qwen3": GOLDEN / "qwen3-tiny",
     "qwen3_5": GOLDEN / "qwen3_5-tiny",

@@ -1,8 +1,8 @@
 """The golden pairs as backends, for tests."""
 
 from functools import cache
-from pathlib import Path
 
+from paths import GOLDEN
 from safetensors.numpy import load_file
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
@@ -11,7 +11,6 @@ from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_pair
 from edge_dflash.weights.checkpoint import PairCheckpoint
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("qwen3", "qwen3_5")
 WALKS = ("qwen3-dspark-vanilla", "qwen3-dspark-gated", "qwen3-dspark-rnn", "qwen3_5-dflash2")
 """Pairs whose drafts are chosen by a walk."""

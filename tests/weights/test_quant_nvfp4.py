@@ -2,13 +2,13 @@
 
 import math
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import GOLDEN
 from safetensors import safe_open
 
 from edge_dflash.errors import BuildError
@@ -22,8 +22,6 @@ from edge_dflash.weights.quantize import (
     quantize_nvfp4,
     unscaled,
 )
-
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 WORKED = """
 -0.96875 0.46875 1.09375 -5.25 -0.1875 0.34375 -1.09375 0.21875 0.65625 -0.65625 -1.40625 -0.5625 0.84375 1.21875
