@@ -166,11 +166,10 @@ class Planner(Planning[PlannerSession]):
     ) -> RemotePlanner:
         """A planner that another process serves, with the interface of an open one.
 
-        ``url`` is ``unix:/PATH`` or ``http+unix://%2FPATH`` of ``edge-dflash serve``, or the address of any server that
-        speaks the OpenAI API; ``model`` one of its models, where it has several; ``timeout`` the most seconds between
-        two pieces of an answer. What a server cannot do is refused by name or emulated
-        (:mod:`edge_dflash.client.planner`). Raises ServiceError when it cannot be reached or httpx2 (the extra
-        ``client``) is missing.
+        ``url`` is that of ``edge-dflash serve``: ``unix:/PATH``, ``http+unix://%2FPATH``, ``http://HOST:PORT`` or
+        ``https://HOST``; ``model`` its model's name, which is checked; ``timeout`` the most seconds between two pieces
+        of an answer. Raises ServiceError when it cannot be reached, is another server, has not loaded its bundle, or
+        httpx2 (the extra ``client``) is missing.
         """
         from edge_dflash.client.planner import RemotePlanner
 

@@ -1,26 +1,28 @@
-"""A connection to a server: one loop on its thread, requests as tickets that any thread waits for."""
+"""A connection to a service: one loop on its thread, requests as tickets that any thread waits for."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from edge_dflash.client.api import Server, ask
-from edge_dflash.client.asking import Asking, fail, open_of, take, unreadable
-from edge_dflash.client.reading import Reading, error_of
+from edge_dflash.client.api import Served, ask
+from edge_dflash.client.reading import Reading, chunk_of, error_of
+from edge_dflash.decode.accept import FinishReason
 from edge_dflash.decode.options import Options, Task
 from edge_dflash.errors import EdgeDflashError, RequestError, ServiceError
-from edge_dflash.result import Plan
-from edge_dflash.text.template import Message
+from edge_dflash.result import Increment, Plan
+from edge_dflash.runner.ticket import Ticket
 
 T = TypeVar("T")
 _CONNECT_SECONDS = 10.0
-GRACE = 1.0  # seconds past its deadline after which a service that keeps deadlines itself is left
+GRACE = 1.0  # seconds past its deadline, which the service keeps, after which the connection is left
 
 
 def parse_url(url: str) -> tuple[str | None, str]:
@@ -46,6 +48,118 @@ def parse_url(url: str) -> tuple[str | None, str]:
     if parts.scheme in ("http", "https") and parts.netloc and usable:
         return None, parts.geturl().rstrip("/").removesuffix("/v1")
     raise wrong
+
+
+class Asking:
+    """One request on its way: what a stream asks of it (``cancelled``, ``unstarted``)."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, reading: Reading, ended: Callable[[Plan], None]) -> None:
+        self.reading = reading
+        self.admitted: Future[None] = Future()
+        self.ticket: Ticket[Increment, Plan] = Ticket(asked=lambda ticket: self._cancel())
+        self.task: asyncio.Task[None] | None = None
+        self.together: Sequence[Asking] = (self,)  # what the same request asks for
+        self.reason: FinishReason | None = None  # why it was cut
+        self._loop = loop
+        self._ended = ended
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was cut; setting it cuts it."""
+        return self.reason is not None
+
+    @cancelled.setter
+    def cancelled(self, wanted: bool) -> None:
+        if wanted:
+            self._cancel()
+
+    def reader(self) -> Callable[[Increment], Increment]:
+        """The server made the increments."""
+        return lambda increment: increment
+
+    def unstarted(self) -> Plan:
+        """The plan of a request of which nothing came."""
+        return self.reading.plan(self.reason or "cancelled")
+
+    def cut(self, reason: FinishReason) -> None:
+        """Stop reading; what came is the plan. Called on the loop."""
+        if self.reason is None and not self.ticket.done:
+            self.reason = reason
+            if any(one.reason is None for one in _open_of(self.together)):
+                self.give_up()  # the request goes on without it
+            elif self.task is not None:
+                self.task.cancel()
+
+    def _cancel(self) -> bool:
+        if self.ticket.done:
+            return False
+        try:
+            self._loop.call_soon_threadsafe(self.cut, "cancelled")
+        except RuntimeError:  # the loop is closed, and so is the request
+            return False
+        return True
+
+    def admit(self) -> None:
+        """The server took it."""
+        self.ticket._start()
+        self.admitted.set_result(None)
+
+    def settle(self, plan: Plan) -> None:
+        """It has ended."""
+        self._ended(plan)
+        self.ticket._succeed(plan)
+        if not self.admitted.done():
+            self.admitted.set_result(None)
+
+    def give_up(self) -> None:
+        """It was cut: what came is the plan."""
+        try:
+            plan = self.reading.plan(self.reason or "cancelled")
+        except Exception as error:
+            self.fail(_unreadable(error))
+        else:
+            self.settle(plan)
+
+    def fail(self, error: EdgeDflashError) -> None:
+        """It ended with an error: at the call if the server did not take it, else at the stream."""
+        try:
+            plan = self.reading.plan("cancelled")
+        except Exception:  # what came is what cannot be read
+            plan = Reading(self.reading.options, self.reading.began).plan("cancelled")
+        self._ended(plan)
+        self.ticket._fail(error)
+        if not self.admitted.done():
+            self.admitted.set_exception(error)
+
+
+def _unreadable(error: Exception) -> ServiceError:
+    """The error of an answer that no service writes."""
+    return ServiceError(f"the server's answer cannot be read ({type(error).__name__}: {error})")
+
+
+def _open_of(askings: Sequence[Asking]) -> list[Asking]:
+    """Those that have not ended."""
+    return [one for one in askings if not one.ticket.done]
+
+
+def _fail(askings: Sequence[Asking], error: EdgeDflashError) -> None:
+    """End all of them with an error, each with another error object."""
+    for index, one in enumerate(_open_of(askings)):
+        one.fail(error if index == 0 else copy.copy(error))
+
+
+def _take(askings: Sequence[Asking], line: bytes) -> bool:
+    """Take a line of an event stream; returns whether it is the last one."""
+    if not line.startswith(b"data:"):
+        return False
+    data = line.removeprefix(b"data:").strip()
+    if data == b"[DONE]":
+        return True
+    chunk = chunk_of(data.decode("utf-8", "replace"))
+    for one in _open_of(askings):
+        if (increment := one.reading.add(chunk)) is not None:
+            one.ticket._add(increment)
+    return False
 
 
 class Connection:
@@ -118,36 +232,37 @@ class Connection:
         if not response.is_success:
             raise error_of(response.status_code, value)
         if not isinstance(value, dict):
-            raise ServiceError(f"{self.url} answered {path} with no JSON object; give the address of an OpenAI API")
+            raise ServiceError(
+                f"{self.url} answered {path} with no JSON object; give the address of a service of edge-dflash"
+            )
         return value
 
     def session(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """:meth:`call` of a session of a service of this package; ``path`` begins with its name."""
+        """:meth:`call` of a session there; ``path`` begins with its name."""
         return self.call(method, f"/v1/edge_dflash/sessions/{path}", body)
 
     def ask(
         self,
-        server: Server,
+        served: Served,
         task: Task,
         options: Options,
         began: float,
         *,
-        before: Sequence[Message] = (),
         session: str | None = None,
         ended: Callable[[Plan], None] = lambda plan: None,
         count: int = 1,
     ) -> tuple[Asking, ...]:
         """Send a request of ``began`` (time.perf_counter()); returns when the server took it. ``ended`` gets the plan.
 
-        ``session`` is the server's; ``before``: messages of a conversation kept here. Raises what refuses it.
+        ``session``: its name there. Raises what refuses the request.
         """
-        path, body = ask(server, task, options, before, session=session, count=count)
+        path, body = ask(served, task, options, session=session, count=count)
         self._check_open()
-        deadline = None if options.deadline is None else began + options.deadline
-        if server.own and deadline is not None:
-            body["edge_dflash"]["deadline_s"] = max(0.0, deadline - time.perf_counter())
-            deadline += GRACE
-        readings = (Reading(options, began, server.own, index) for index in range(count))
+        deadline = None
+        if options.deadline is not None:
+            body["edge_dflash"]["deadline_s"] = max(0.0, began + options.deadline - time.perf_counter())
+            deadline = began + options.deadline + GRACE
+        readings = (Reading(options, began, index) for index in range(count))
         askings = tuple(Asking(self._loop, reading, ended) for reading in readings)
         future = asyncio.run_coroutine_threadsafe(self._ask(askings, path, body, deadline), self._loop)
         try:
@@ -173,19 +288,19 @@ class Connection:
             elif (task := asyncio.current_task()) is not None:
                 task.cancel()
                 await asyncio.sleep(0)
-            for asking in open_of(askings):
+            for asking in _open_of(askings):
                 if not asking.reading.finished:
                     raise ServiceError("the connection ended before the answer did; ask again")
                 asking.settle(asking.reading.plan())
         except asyncio.CancelledError:
-            for asking in open_of(askings):
+            for asking in _open_of(askings):
                 asking.give_up()
         except EdgeDflashError as error:
-            fail(askings, error)
+            _fail(askings, error)
         except self._errors as error:
-            fail(askings, self._lost(error))
+            _fail(askings, self._lost(error))
         except Exception as error:
-            fail(askings, unreadable(error))
+            _fail(askings, _unreadable(error))
         finally:
             for timer in timers:
                 timer.cancel()
@@ -194,13 +309,13 @@ class Connection:
         async with self._client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 raise error_of(response.status_code, _json(await response.aread()))
-            for asking in open_of(askings):
+            for asking in _open_of(askings):
                 asking.admit()
             rest = b""
             async for piece in response.aiter_bytes():
                 *lines, rest = (rest + piece).split(b"\n")  # and nowhere else: an answer may hold U+2028
                 for line in lines:
-                    if take(askings, line):
+                    if _take(askings, line):
                         return
 
     def _lost(self, error: Exception) -> ServiceError:

@@ -1,8 +1,6 @@
-"""A planner somewhere else: the interface of ``Planner``, over a Unix socket or HTTP.
+"""A planner somewhere else: the interface of ``Planner``, over a Unix socket or HTTP to a service of this package.
 
-A service of this package does all that an open bundle does, sessions and deadlines included. Of other servers, a
-deadline is kept from here (the connection is left), a conversation is sent whole with every turn, and what else they
-cannot do is refused by name. Tokens and accept lengths are empty where a server does not tell them.
+Deadlines and sessions are kept there. Programs for other servers use the package ``openai``.
 """
 
 from __future__ import annotations
@@ -12,14 +10,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 from urllib.parse import quote
 
 from edge_dflash.client.api import pick, with_urls
-from edge_dflash.client.asking import Asking
-from edge_dflash.client.connection import Connection
+from edge_dflash.client.connection import Asking, Connection
 from edge_dflash.common import rules
 from edge_dflash.common.rules import Rule
 from edge_dflash.decode.backend import PairShape
@@ -27,9 +23,7 @@ from edge_dflash.decode.options import Options, PlanOptions, Task, as_messages, 
 from edge_dflash.errors import EdgeDflashError, RequestError
 from edge_dflash.result import Plan
 from edge_dflash.runner.planning import Planning
-from edge_dflash.runner.request import as_message
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
-from edge_dflash.text.chat import Answer
 from edge_dflash.text.template import Message
 
 _ARGUMENTS = {
@@ -54,9 +48,8 @@ def _kept_there(name: str) -> Any:
 class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePlanner"]):
     """A pair that another process serves. Made by ``Planner.connect``; all methods may be called from any thread.
 
-    Requests raise RequestError also for options that the server has no word for, ServiceError when it cannot be reached
-    or fails. Cancelling the last stream of a request leaves the connection: what came until then is the plan, and the
-    server ends the request within a cycle.
+    Requests raise ServiceError when it cannot be reached or fails. Cancelling the last stream of a request leaves the
+    connection: what came until then is the plan, and the service ends the request within a cycle.
     """
 
     def __init__(
@@ -67,7 +60,7 @@ class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePla
         timeout = rules.checked(_ARGUMENTS, given)["timeout"]
         self._connection = Connection(url, api_key, timeout)
         try:
-            self._server = pick(self._connection.call("GET", "/v1/models"), model, url)
+            self._served = pick(self._connection.call("GET", "/v1/models"), model, url)
         except BaseException:
             self._connection.close()
             raise
@@ -85,28 +78,27 @@ class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePla
 
     @property
     def model(self) -> str:
-        """Name of the model on the server."""
-        return self._server.model
+        """Name of the model on the service."""
+        return self._served.model
 
     @property
     def shape(self) -> PairShape:
-        """Sizes of the pair. Raises RequestError where the server does not tell them."""
-        return PairShape.told(self._server.needs("shape"))
+        """Sizes of the pair."""
+        return PairShape.told(self._served.card)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a plan. Raises RequestError where the server does not tell them."""
-        return tuple(self._server.needs("stop_token_ids")["stop_token_ids"])
+        """Ids that end a plan."""
+        return tuple(self._served.card["stop_token_ids"])
 
     @property
     def fingerprint(self) -> str:
-        """Of the bundle. Raises RequestError where the server has none."""
-        return str(self._server.needs("fingerprint")["fingerprint"])
+        """Of the bundle."""
+        return str(self._served.card["fingerprint"])
 
     @property
     def waiting(self) -> int:
-        """Requests in the server's queue. Raises RequestError where the server does not tell."""
-        self._server.needs("waiting")
+        """Requests in the service's queue."""
         return int(self._connection.call("GET", "/health")["waiting"])
 
     # what only the process that serves has
@@ -124,15 +116,14 @@ class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePla
     ) -> tuple[Callable[[], object], tuple[PlanStream, ...]]:
         """Send a request, which its server queues."""
         if session is None:
-            askings = self._connection.ask(self._server, task, options, began, count=count)
+            askings = self._connection.ask(self._served, task, options, began, count=count)
         else:
             rules.checked(_SESSION, {"session": session})
             askings = session._ask(self, task, options, began)
         return lambda: None, tuple(PlanStream(asking, asking.ticket, owner=self) for asking in askings)
 
     def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
-        """Token ids of a task. Raises RequestError where the server cannot tell them."""
-        self._server.needs("encode")
+        """Token ids of a task. Raises RequestError when it is of another kind, empty, or cannot be turned into ids."""
         chosen = Options(thinking=thinking, raw=raw)
         if (messages := as_messages(task)) is None:
             return token_ids(task)
@@ -141,17 +132,16 @@ class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePla
         return tuple(self._connection.call("POST", "/v1/edge_dflash/encode", body)["tokens"])
 
     def session(self, system: str | None = None) -> RemoteSession:
-        """A new conversation: kept by a service of this package, else sent whole with every turn."""
+        """A new conversation, kept by the service."""
         rules.checked(_ARGUMENTS, {"system": system})
         return RemoteSession(self, system)
 
     def load_session(self, path: Path | str) -> RemoteSession:
         """A conversation that goes on from the one that was saved under this name.
 
-        It lies on the server: the name is no path. Raises RequestError for an unknown name, BundleError when it was
+        It lies on the service: the name is no path. Raises RequestError for an unknown name, BundleError when it was
         made with another bundle.
         """
-        self._server.needs("load_session")
         rules.checked(_ARGUMENTS, {"path": path})
         session = RemoteSession(self)._continue(quote(str(path), safe=""))
         session._saved.add(str(path))
@@ -161,17 +151,17 @@ class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePla
 class RemoteSession(AbstractContextManager["RemoteSession"]):
     """One conversation, with the interface of ``PlannerSession``. Made by ``RemotePlanner.session``.
 
-    On a service of this package it lies there, under a name that nobody else has; saved copies have names that the
-    caller gives. Elsewhere the messages are kept here and sent whole with every turn. Its turns come one after another.
+    It lies on the service, under a name that nobody else has; saved copies have names that the caller gives. Its turns
+    come one after another.
     """
 
     def __init__(self, planner: RemotePlanner, system: str | None = None) -> None:
         self._planner = planner
         self._connection = planner._connection
-        self._name = secrets.token_hex(16) if planner._server.own else None  # on the server
+        self._name = secrets.token_hex(16)  # on the service
         self._lock = threading.Lock()
-        self._messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
-        self._begun = False  # whether the server has it
+        self._system: tuple[Message, ...] = () if system is None else ({"role": "system", "content": system},)
+        self._begun = False  # whether the service has it
         self._stale: str | None = None  # the name under which a first turn came to nothing
         self._saved: set[str] = set()  # names that it wrote, or came from
         self._busy = False
@@ -183,13 +173,12 @@ class RemoteSession(AbstractContextManager["RemoteSession"]):
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation in OpenAI form, up to the last turn that ended."""
-        return tuple(self._connection.session("GET", f"{self._name}")["messages"] if self._begun else self._messages)
+        return tuple(self._connection.session("GET", self._name)["messages"]) if self._begun else self._system
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All its tokens. Raises RequestError where the server does not tell them."""
-        self._planner._server.needs("tokens")
-        return tuple(self._connection.session("GET", f"{self._name}")["token_ids"]) if self._begun else ()
+        """All its tokens."""
+        return tuple(self._connection.session("GET", self._name)["token_ids"]) if self._begun else ()
 
     @property
     def busy(self) -> bool:
@@ -217,23 +206,22 @@ class RemoteSession(AbstractContextManager["RemoteSession"]):
         other = RemoteSession(self._planner)
         with self._lock:
             self._check()
-            other._messages = list(self._messages)
-            return other._continue(f"{self._name}") if self._begun else other
+            other._system = self._system
+            return other._continue(self._name) if self._begun else other
 
     def _continue(self, name: str) -> RemoteSession:
-        """Go on from a session on the server."""
+        """Go on from a session on the service."""
         self._connection.session("POST", f"{name}/fork", {"to": self._name})
         self._begun = True
         return self
 
     def save(self, path: Path | str) -> int:
-        """Save the conversation on the server, under a name that is no path; returns its bytes.
+        """Save the conversation on the service, under a name that is no path; returns its bytes.
 
         A name that this conversation saved to, or was loaded from, holds its new state then. Raises RequestError for
         one that another has or has gone on with, for one with other characters than letters, digits and ``. _ -``, and
-        where the server keeps no conversations.
+        where the service keeps no conversations.
         """
-        self._planner._server.needs("save")
         with self._lock:
             self._check()
             if not self._begun:
@@ -244,7 +232,7 @@ class RemoteSession(AbstractContextManager["RemoteSession"]):
             return size
 
     def close(self) -> None:
-        """Forget it, on the server too; saved copies stay. Closing twice does no harm."""
+        """Forget it, on the service too; saved copies stay. Closing twice does no harm."""
         if not self._closed:
             self._closed = True
             self._forget(self._stale)
@@ -258,30 +246,22 @@ class RemoteSession(AbstractContextManager["RemoteSession"]):
     def _ask(self, planner: RemotePlanner, task: Task, options: Options, began: float) -> tuple[Asking, ...]:
         if planner is not self._planner:
             raise RequestError("the session belongs to another planner; use the one that made it")
-        if (said := as_messages(task)) is not None:
-            said = with_urls(said)  # as they are now: a caller may write to its frame later
         with self._lock:
             self._check()
             self._busy = True
-        first = self._name is not None and not self._begun
+        first = not self._begun
 
         def ended(plan: Plan) -> None:
-            if self._name is None and said is not None and (plan.text or plan.thinking or plan.tool_calls):
-                answer = Answer(plan.thinking, plan.text or "", plan.tool_calls)
-                self._messages = [*self._messages, *said, as_message(answer)]
             if first and not plan.tokens:  # it begins anew with the next turn, and with its system prompt
                 self._begun, self._stale, self._name = False, self._name, secrets.token_hex(16)
             self._busy = False
 
-        ask = partial(planner._connection.ask, planner._server)
         try:
-            if self._name is None:
-                return ask(task, options, began, before=self._messages, ended=ended)
+            if first and self._system and (said := as_messages(task)) is not None:
+                task = [*self._system, *said]
             self._forget(self._stale)
             self._begun, self._stale = True, None
-            if first and self._messages and said is not None:  # behind the system prompt
-                task = [*self._messages, *said]
-            return ask(task, options, began, session=self._name, ended=ended)
+            return planner._connection.ask(planner._served, task, options, began, session=self._name, ended=ended)
         except BaseException:
             if first:
                 self._begun, self._stale = False, None  # it was not taken

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 
 import pytest
 from fakes import FakeBackend
 from planner_support import Slow
 from service_support import TEXT_SHAPE, fake_service, live
-from starlette.applications import Starlette
-from starlette.responses import JSONResponse, StreamingResponse
-from starlette.routing import Route
 
 from edge_dflash import Planner
 from edge_dflash.errors import RequestError
@@ -77,28 +73,3 @@ def test_what_makes_no_sense_is_refused(remote):
         session.plan(TASK, n=2)
     with pytest.raises(RequestError, match="exceed the usable context"):
         remote.streams(TASK, 2, max_new_tokens=100_000)
-
-
-def test_another_server_is_asked_for_choices_and_needs_a_rank(tmp_path):
-    asked = []
-
-    async def models(request):
-        return JSONResponse({"data": [{"id": "big", "object": "model", "owned_by": "someone"}]})
-
-    async def answer(request):
-        asked.append(await request.json())
-
-        def lines():
-            for index, text in ((1, "go"), (0, "wait"), (1, " now")):
-                yield {"choices": [{"index": index, "delta": {"content": text}}]}
-            yield {"choices": [{"index": index, "delta": {}, "finish_reason": "stop"} for index in (0, 1)]}
-
-        data = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in lines())
-        return StreamingResponse(iter([data + "data: [DONE]\n\n"]), media_type="text/event-stream")
-
-    routes = [Route("/v1/models", models), Route("/v1/chat/completions", answer, methods=["POST"])]
-    with live(Starlette(routes=routes), tmp_path) as url, Planner.connect(url) as remote:
-        plan = remote.plan(TASK, n=2, temperature=1.0, rank=lambda one: len(one.text))
-        assert (plan.text, plan.alternatives[0].text, asked[0]["n"]) == ("go now", "wait", 2)
-        with pytest.raises(RequestError, match="order candidates by rank"):
-            remote.plan(TASK, n=2, temperature=1.0)

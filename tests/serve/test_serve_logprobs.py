@@ -13,10 +13,8 @@ from service_support import TEXT_SHAPE, TOOL, TOOL_TASK, client_of, fake_service
 from text_support import thinking_tokenizer
 
 from edge_dflash import Planner, TokenLogprob
-from edge_dflash.errors import RequestError
 from edge_dflash.serve.fields import dump
 from edge_dflash.serve.replies import LEAST
-from tests.client.test_remote import ANSWER, Other
 from tests.decode.test_logprobs import log_softmax
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -248,9 +246,3 @@ class TestRemote:
             turn = session.plan("hello", max_new_tokens=5, logprobs=1)
             assert len(turn.logprobs) == len(turn.tokens)
             assert remote.plan(HELLO, max_new_tokens=3).logprobs == ()
-
-    @pytest.mark.parametrize("owner", ["acme", "vllm"])
-    def test_other_servers_name_tokens_by_text_and_are_not_asked(self, tmp_path, owner):
-        refused = pytest.raises(RequestError, match=r"logprobs is 2, and .* has no word for it")
-        with live(Other(owner, ANSWER).app, tmp_path) as url, Planner.connect(url) as remote, refused:
-            remote.plan("go", logprobs=2)
