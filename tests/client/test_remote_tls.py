@@ -26,7 +26,9 @@ class Listed(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.server.heard.append(dict(self.headers))
-        body = json.dumps({"data": [{"id": "big", "object": "model", "owned_by": "them"}]}).encode()
+        body = json.dumps(
+            {"data": [{"id": "big", "object": "model", "owned_by": "edge-dflash", "edge_dflash": {}}]}
+        ).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
