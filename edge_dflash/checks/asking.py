@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome, Rows
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.sampling import Packed
 
 

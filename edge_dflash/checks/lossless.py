@@ -17,9 +17,10 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.host_cycle import Delegate, host_cycle
 from edge_dflash.checks.asking import ByTurns, GivenDrafts
 from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, Snapshot
+from edge_dflash.decode.cycle import host_cycle
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.loop import Generation, generate
 from edge_dflash.decode.options import Options

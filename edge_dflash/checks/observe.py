@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edge_dflash.backends.host_cycle import Delegate, host_cycle
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.backends.reference.tower import TorchTower
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Asked, Cycle, Precision, Rows, no_tower
+from edge_dflash.decode.cycle import host_cycle
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.pictured import Pictured, Placed, Seen, Sight
+from edge_dflash.decode.tree import Parents
 from edge_dflash.decode.walk import WalkRows
 from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import GroupedConv, MarkovWalk, Op, SelectorWalk
@@ -62,9 +64,9 @@ class Recorder(Delegate):
         self._note(found)
         return rows
 
-    def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
+    def verify(self, ids: Sequence[int], lane: int = 0, parents: Parents | None = None) -> Rows:
         """Record logits, and how many drafts there are and how many they accept."""
-        rows = super().verify(ids, lane)
+        rows = super().verify(ids, lane, parents)
         self.verify_logits.append(rows.logits())
         self._note({"proposed": len(ids) - 1, "accepted": accepted(list(ids[1:]), rows.argmax())})
         return rows

@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from operator import ne
 from typing import Any
 
-from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.decode.backend import Backend, Rows
 from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.grammar.compiled import compile_form
 from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.loop import stream
 from edge_dflash.decode.options import Options
+from edge_dflash.decode.tree import Parents
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 
@@ -31,10 +32,10 @@ class _Watched(Delegate):
         self._drafted = rows.argmax()
         return rows
 
-    def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
+    def verify(self, ids: Sequence[int], lane: int = 0, parents: Parents | None = None) -> Rows:
         self.verified += len(ids) - 1
         self.replaced += sum(map(ne, ids[1:], self._drafted))
-        return super().verify(ids, lane)
+        return super().verify(ids, lane, parents)
 
 
 def replaced_share(planner: Planner, schema: Mapping[str, Any], prompt: Sequence[int], tokens: int) -> float:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from edge_dflash.decode.pictured import Picture, Seen, Sight
 from edge_dflash.decode.sampling import GREEDY, Packed, Sampling
+from edge_dflash.decode.tree import Parents
 from edge_dflash.errors import BackendError
 from edge_dflash.model.specs import PairSpec, PatchSpec
 from edge_dflash.weights.formats import KvFormat
@@ -159,6 +160,9 @@ class Cycle:
     propose_seconds: float  # 0 in plain decoding; on the device's clock, if it ran there whole
     verify_seconds: float
     relaxed: tuple[bool, ...] = ()  # for each accepted draft, whether only relaxed acceptance let it stand
+    path: tuple[int, ...] | None = (
+        None  # verified rows, one a token, that commit makes real; None: the chain 0, 1, 2, ...
+    )
     # The target's logits [tokens, V], float32: row r is the distribution of token r. Until the next pass, if asked for.
     logits: Callable[[], npt.NDArray[np.float32]] | None = None
     # Natural logarithm of each token's probability by those logits, to 1e-5; None: a backend leaves that to its caller.
@@ -227,7 +231,7 @@ class Backend(Protocol):
         """Propose from the anchor, verify, accept; ``commit`` follows, of as many rows as there are tokens, or fewer.
 
         Accepted are the drafts that equal the target's choices. Steering replaces drafts and masks choices on the way.
-        :func:`~edge_dflash.backends.host_cycle.host_cycle` is this for a backend that has the passes alone.
+        :func:`~edge_dflash.decode.cycle.host_cycle` is this for a backend that has the passes alone.
         """
         ...
 
@@ -251,15 +255,21 @@ class Backend(Protocol):
         """
         ...
 
-    def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
+    def verify(self, ids: Sequence[int], lane: int = 0, parents: Parents | None = None) -> Rows:
         """Run 1..K + 1 rows at positions length, length + 1, ...; row r is the choice for position length + r + 1.
 
-        Replaces the rows of an earlier verify that were not committed.
+        ``parents``: the row that each row follows, -1 for row 0; then a row's position is length + its depth. None: the
+        chain, in which row r follows row r - 1. Replaces the rows of an earlier verify that were not committed. Raises
+        BackendError for another tree where the backend verifies chains alone.
         """
         ...
 
-    def commit(self, rows: int, lane: int = 0) -> None:
-        """Make the first ``rows`` rows of the last verify real (0 <= rows <= rows verified); at most once a verify."""
+    def commit(self, rows: int, lane: int = 0, path: Sequence[int] | None = None) -> None:
+        """Make ``rows`` rows of the last verify real (0 <= rows <= rows verified); at most once a verify.
+
+        They are the first ones of ``path``: row 0, one that follows it, one that follows that one, ...; None: of the
+        chain 0, 1, 2, ... Raises BackendError for rows that do not follow each other.
+        """
         ...
 
     def flush(self, lane: int = 0) -> None:

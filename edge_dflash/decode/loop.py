@@ -121,7 +121,7 @@ def _cycles(session: Session, request: Request, controls: Controls, pace: Pace, 
         tokens, reason = _kept(cycle.tokens, budget, request, controls)
         logprobs = token_logprobs(cycle.logits, tokens, options.logprobs, controls.spell, cycle.logprobs)
         path.commit(tokens)  # may be interrupted: then nothing is committed
-        session.backend.commit(len(tokens), lane)  # the anchor and all new tokens but the last
+        session.backend.commit(len(tokens), lane, cycle.path)  # the anchor and all new tokens but the last
         session.advance(lane, tokens)
         propose_seconds, chosen = cycle.propose_seconds, drafts if options.speculative else None
         verify_seconds = time.perf_counter() - began - propose_seconds

@@ -170,8 +170,3 @@ def sigmoid(x: Floats) -> Floats:
     """1 / (1 + exp(-x)) without overflow."""
     found: Floats = 0.5 * (1.0 + np.tanh(0.5 * x))
     return found
-
-
-def confident(confidence: Sequence[float], threshold: float) -> int | None:
-    """How many drafts come before the first whose confidence is below ``threshold``; None: all of them."""
-    return next((row for row, value in enumerate(confidence) if value < threshold), None)

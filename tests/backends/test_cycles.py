@@ -9,9 +9,9 @@ from fakes import FakeBackend
 from service_support import TEXT_SHAPE, client_of, fake_service
 from text_support import thinking_tokenizer
 
-from edge_dflash.backends.host_cycle import host_cycle, host_cycles
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.backend import Cycle
+from edge_dflash.decode.cycle import host_cycle, host_cycles
 from edge_dflash.planner import Planner
 
 NEW = 24

@@ -6,13 +6,13 @@ from fakes import FakeRows
 from selftest_support import TARGET_STORES, Damaged, backend_of, outcome
 from synthetic import drafter_config, qwen3_5_config, write_drafter, write_target
 
-from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.backends.reference import interpreter
 from edge_dflash.backends.selftest import run_selftest
 from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import load_selftest
 from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.delegate import Delegate
 
 
 @pytest.fixture(scope="module")

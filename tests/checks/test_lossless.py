@@ -6,8 +6,8 @@ import pytest
 from golden_pairs import NAMES, golden
 from verify_support import BACKENDS, engine, exact
 
-from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.checks.lossless import BY_TURNS, OWN, Adversary, TokenRows, drafters, noise, oracle, verify_lossless
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import Sampling, choose
 from edge_dflash.errors import ContextError, RequestError, VerificationError

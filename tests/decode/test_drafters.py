@@ -9,10 +9,11 @@ from fakes import Stepped
 from golden_pairs import WALKS, golden, pair, programs, same_bits, store
 from verify_support import BACKENDS, exact
 
-from edge_dflash.backends.host_cycle import Delegate, host_cycle
 from edge_dflash.checks.golden import check_golden
 from edge_dflash.checks.lossless import Adversary, drafters, oracle_until, verify_lossless
 from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.cycle import host_cycle
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.model.ops import SelectorWalk

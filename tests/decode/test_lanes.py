@@ -10,9 +10,9 @@ from fakes import SHAPE, FakeBackend
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 from lane_mixes import LANES, Mix, differences
 
-from edge_dflash.backends.host_cycle import host_cycle, host_cycles
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.controls import Controls, Interrupted
+from edge_dflash.decode.cycle import host_cycle, host_cycles
 from edge_dflash.decode.loop import Step, decode, generate, turns
 from edge_dflash.decode.options import Options, admit
 from edge_dflash.decode.session import SessionManager

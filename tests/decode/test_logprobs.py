@@ -14,10 +14,10 @@ from golden_pairs import NAMES, backend, golden
 from session_support import answer, forked
 from verify_support import BACKENDS
 
-from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import stream
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import TokenLogprob, token_logprobs

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures_support import IMAGE, changed, mixed, noise, picture, prompt
 
-from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.pictured import Pictured, Placed, check_pictures
 from edge_dflash.errors import RequestError
 from edge_dflash.pictures.picture import PatchedPicture

@@ -15,8 +15,8 @@ from paths import ROOT
 from pictures_support import IMAGE, ask, changed, filled, mixed, noise, picture
 from session_support import forked, state_of
 
-from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.decode.controls import Controls, Pace
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import collect, turns
 from edge_dflash.decode.options import Options, admit
 from edge_dflash.decode.pictured import Pictured, Placed

@@ -11,7 +11,7 @@ from fakes import SHAPE, FakeBackend
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 from session_support import answer, forked, state_of
 
-from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import generate, stream
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.session import SessionManager

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_support import answer, forked, state_of, warm
 
-from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.bundle.manifest import fingerprint
 from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.saved import SessionState
@@ -101,8 +101,8 @@ class Watched(Delegate):
         self._pass("verify")
         return rows
 
-    def commit(self, rows, lane=0):
-        super().commit(rows, lane)
+    def commit(self, rows, lane=0, path=None):
+        super().commit(rows, lane, path)
         self._pass("commit")
 
     def restore(self, snapshot, lane=0):

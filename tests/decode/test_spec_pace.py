@@ -114,7 +114,7 @@ class Clocked:
     def reset(self, lane=0):
         """Nothing is held."""
 
-    def commit(self, rows, lane=0):
+    def commit(self, rows, lane=0, path=None):
         """Nothing is held."""
 
 

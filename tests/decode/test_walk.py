@@ -7,10 +7,13 @@ import drafter_maths
 import numpy as np
 import pytest
 import torch
+from fakes import FakeRows
 
 from edge_dflash.backends.reference.dense import grouped_conv
+from edge_dflash.decode.backend import Asked
+from edge_dflash.decode.cycle import drafted
 from edge_dflash.decode.sampling import GREEDY, Sampling, choose, choose_row, pack
-from edge_dflash.decode.walk import WalkRows, confident
+from edge_dflash.decode.walk import WalkRows
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.ops import GroupedConv
 from edge_dflash.model.specs import MarkovSpec, SelectorSpec
@@ -154,11 +157,13 @@ def test_ties():
         assert rows.logits()[0, 9] == rows.logits()[0, 4]
 
 
-def test_drafts_before_the_first_that_is_unsure():
-    assert confident([0.9, 0.4, 0.8], 0.5) == 1
-    assert confident([0.5, 0.5], 0.5) is None
-    assert confident([0.1], 0.5) == 0
-    assert confident([], 0.5) is None
+@pytest.mark.parametrize(
+    ("confidence", "count"), [([0.9, 0.4, 0.8], 1), ([0.5, 0.5, 0.5], 3), ([0.1, 1, 1], 0), ([], 3)]
+)
+def test_drafts_end_before_the_first_that_is_unsure(confidence, count):
+    rows = FakeRows(np.eye(3))
+    rows.confidence = lambda: confidence
+    assert drafted(Asked(0, threshold=0.5), rows, 1) == [0, 1, 2][:count]
 
 
 @pytest.mark.parametrize(("side", "taps", "group"), [*product((0, 1), (1, 2, 3), (4, 8, 24))])

@@ -168,7 +168,7 @@ class Nearness:
         kept = self.squares.setdefault(method, [])
         kept.append([rms(a - b) ** 2 for a, b in ((found, rounded), (found, exact), (rounded, exact))])
 
-    def commit(self, rows, lane=0):
+    def commit(self, rows, lane=0, path=None):
         for backend in (self.ours, self.theirs, self.exact):
             backend.commit(rows)
 

@@ -12,11 +12,11 @@ from golden_pairs import same_bits
 from native_backend_support import ENGINE, WIDE_KV, Nearness, native, prompt
 
 from edge_dflash.backends.cuda.measured import force, profile
-from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.checks.asking import ByTurns
 from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import generate, stream
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import Sampling, choose

@@ -17,10 +17,10 @@ from native_backend_support import ENGINE, checkpoint, native, reference, rms
 from pictures_support import ask
 from session_support import state_of
 
-from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.checks.bench_lanes import Watching
 from edge_dflash.checks.lossless import Adversary, noise, oracle_until, staircase
 from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import collect, generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.pictured import Pictured

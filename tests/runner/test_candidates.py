@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from golden_pairs import ENGINE, backend, golden, same_bits
 
-from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import BackendError, EngineFailedError, QueueFullError, RequestCancelledError, RequestError
@@ -42,8 +42,8 @@ class Counting(Delegate):
             raise RequestError("the cycle failed")
         return self._backend.cycle(asked)
 
-    def commit(self, rows, lane=0):
-        self._backend.commit(rows, lane)
+    def commit(self, rows, lane=0, path=None):
+        self._backend.commit(rows, lane, path)
 
     def copy(self, source, target):
         self.copies += 1

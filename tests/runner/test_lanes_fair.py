@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from golden_pairs import ENGINE, backend, golden
 
-from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.errors import QueueFullError
 from edge_dflash.planner import Planner
 from edge_dflash.runner.job import Work

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fakes import FakeBackend
 
-from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.runner.job import OBSERVED, Observer
@@ -45,8 +45,8 @@ class Strict(Delegate):
     def verify(self, ids, lane=0):
         return self._pass(super().verify, ids, lane)
 
-    def commit(self, rows, lane=0):
-        return self._pass(super().commit, rows, lane)
+    def commit(self, rows, lane=0, path=None):
+        return self._pass(super().commit, rows, lane, path)
 
     def close(self):
         if self.inside:

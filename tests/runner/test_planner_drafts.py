@@ -5,8 +5,8 @@ import time
 import pytest
 from fakes import SHAPE, FakeBackend
 
-from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.decode import drafts
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.drafts import DraftChoice
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 from golden_pairs import ENGINE, backend, golden
 
-from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import BackendError, QueueFullError, RequestError

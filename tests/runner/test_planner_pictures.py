@@ -6,7 +6,7 @@ import pytest
 from golden_pairs import ENGINE, backend
 from pictures_support import mixed, picture
 
-from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.sights import SeenStore

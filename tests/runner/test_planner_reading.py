@@ -10,7 +10,7 @@ import pytest
 from picture_files import noise
 from pictures_support import seeing, sighted
 
-from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import QueueFullError, RequestError
 from edge_dflash.pictures import picture as making

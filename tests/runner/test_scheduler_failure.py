@@ -9,7 +9,7 @@ import pytest
 from fakes import FakeBackend
 from service_support import TEXT_SHAPE
 
-from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.errors import BackendError, EngineFailedError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.runner.job import Observer, Work

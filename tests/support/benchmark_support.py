@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 from fakes import FakeBackend, FakeRows
 
-from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.checks import bench, measure
 from edge_dflash.checks.bench import Device, Subject
 from edge_dflash.checks.footprint import Traffic
 from edge_dflash.decode import drafts, loop
 from edge_dflash.decode.backend import Cycle, PairShape
+from edge_dflash.decode.cycle import host_cycle
 from edge_dflash.planner import Planner
 from edge_dflash.runner import job, planning
 from edge_dflash.runner.job import Observer

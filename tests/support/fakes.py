@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edge_dflash.backends.host_cycle import host_cycle, host_cycles
 from edge_dflash.decode.backend import PairShape, Snapshot
+from edge_dflash.decode.cycle import host_cycle, host_cycles
 from edge_dflash.decode.grammar.child import look, walk
 from edge_dflash.decode.sampling import pack
+from edge_dflash.decode.tree import branch, check_commit
 from edge_dflash.errors import RequestError
 
 SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=64, prefill_chunk=8, drafts=3)
@@ -109,17 +110,18 @@ class FakeBackend:
             context.append(int(row.argmax()))
         return FakeRows(rows)
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         assert 1 <= len(ids) <= self.shape.block_size
         assert len(self.committed) + len(ids) <= self.shape.max_context
         self.passes.append("verify")
-        self._flight = list(ids)
-        return FakeRows([self._logits([*self.committed, *ids[: r + 1]]) for r in range(len(ids))])
+        self._flight, self._parents = list(ids), parents or list(range(-1, len(ids) - 1))
+        branches = ([ids[one] for one in branch(self._parents, row)] for row in range(len(ids)))
+        return FakeRows([self._logits([*self.committed, *one]) for one in branches])
 
-    def commit(self, rows, lane=0):
+    def commit(self, rows, lane=0, path=None):
         assert self._flight is not None
-        assert 0 <= rows <= len(self._flight)
-        self.committed, self._flight = [*self.committed, *self._flight[:rows]], None
+        chosen = check_commit(rows, len(self._flight), path, self._parents)
+        self.committed, self._flight = [*self.committed, *(self._flight[row] for row in chosen)], None
 
     def flush(self, lane=0):
         pass

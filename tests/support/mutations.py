@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import torch
 
-from edge_dflash.backends import host_cycle
 from edge_dflash.backends.reference import attention, delta, interpreter
 from edge_dflash.backends.reference.attention import KvMemory
 from edge_dflash.backends.reference.delta import DeltaMemory
 from edge_dflash.backends.reference.interpreter import Interpreter
+from edge_dflash.decode import cycle
 from edge_dflash.model.ops import Attend, KvAppend, SelectRows
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.weights.quantize import from_e4m3, to_e4m3
@@ -251,10 +251,10 @@ def softmax_over_the_block(patch):
 
 
 def one_draft_too_many(patch):
-    original = host_cycle.accepted
-    patch.setattr(host_cycle, "accepted", lambda drafts, choices, _: min(len(drafts), original(drafts, choices) + 1))
+    original = cycle.accepted
+    patch.setattr(cycle, "accepted", lambda drafts, choices, _: min(len(drafts), original(drafts, choices) + 1))
 
 
 def noise_by_row(patch):
-    original = host_cycle.choose
-    patch.setattr(host_cycle, "choose", lambda rows, sampling, position, masks=None: original(rows, sampling, 0))
+    original = cycle.choose
+    patch.setattr(cycle, "choose", lambda rows, sampling, position, masks=None: original(rows, sampling, 0))

@@ -7,7 +7,7 @@ import time
 
 from fakes import FakeBackend
 
-from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.decode.delegate import Delegate
 
 
 class Gate(Delegate):

@@ -9,13 +9,13 @@ import pytest
 import torch
 from checkpoint_files import write
 
-from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import load_selftest
 from edge_dflash.common.files import directory
 from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.demo.tasks import HELDOUT, MODELS, task_from_json

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from edge_dflash.backends.cuda.cycle import DeviceCycle
 from edge_dflash.backends.cuda.driver import Gpu
@@ -23,7 +24,6 @@ from edge_dflash.backends.cuda.small import SlotWords
 from edge_dflash.backends.cuda.states import Lane, Sizes, copy_states, read_states, write_states
 from edge_dflash.backends.cuda.warming import warm_up
 from edge_dflash.backends.cuda.weights import NativeWeights
-from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.decode.backend import (
     Asked,
     Cycle,
@@ -35,9 +35,10 @@ from edge_dflash.decode.backend import (
     lane_steps,
     no_drafter,
 )
-from edge_dflash.decode.controls import Interrupted
+from edge_dflash.decode.cycle import host_cycle, outcome_of
 from edge_dflash.decode.pictured import Picture, Seen, Sight
-from edge_dflash.errors import BackendError, RequestError
+from edge_dflash.decode.tree import Parents, check_chain, check_commit
+from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
 
@@ -160,8 +161,9 @@ class NativeBackend:
             return WalkedRows(self, self._walk, first, self.host.drafts, slot)
         return NativeRows(self, self._shape.drafts, first, self.host.drafts, slot, block)
 
-    def verify(self, ids: Sequence[int], lane: int = 0) -> NativeRows:
+    def verify(self, ids: Sequence[int], lane: int = 0, parents: Parents | None = None) -> NativeRows:
         """Run rows at length, length + 1, ... without committing them."""
+        check_chain(parents, "native")
         if not 1 <= len(ids) <= self._shape.verify_rows:
             raise BackendError(f"verify takes 1 to {self._shape.verify_rows} rows, not {len(ids)}")
         self.check_ids(ids)
@@ -206,11 +208,10 @@ class NativeBackend:
 
     def _tolerant(self, asked: Asked) -> list[Outcome]:
         """A cycle whose drafts may stand beside other choices."""
-        try:
-            return [host_cycle(self, asked)]
-        except (Interrupted, RequestError) as error:
+        outcome = outcome_of(partial(host_cycle, self, asked))
+        if isinstance(outcome, BaseException):
             self.lane(asked.lane).verified = None  # nothing of it can be committed
-            return [error]
+        return [outcome]
 
     def copy(self, source: int, target: int) -> None:
         """Copies on the device; see Backend."""
@@ -222,12 +223,10 @@ class NativeBackend:
             copy_states(self.gpu, self.loaded.common.states, source, target, length)
             self._become(target, Lane(ControlBlock(length), delta=self._lanes[source].delta))
 
-    def commit(self, rows: int, lane: int = 0) -> None:
+    def commit(self, rows: int, lane: int = 0, path: Sequence[int] | None = None) -> None:
         """Make the first ``rows`` rows of the last verify or cycle real."""
         at = self.lane(lane)
-        if at.verified is None or not 0 <= rows <= at.verified:
-            state = "no verify is open" if at.verified is None else f"the last verify had {at.verified} rows"
-            raise BackendError(f"cannot commit {rows} rows: {state}")
+        check_commit(rows, at.verified, path)
         at.wanted = ControlBlock(at.wanted.length + rows, rows, at.wanted.anchor)
         at.verified = None
 

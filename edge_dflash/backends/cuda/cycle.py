@@ -18,10 +18,10 @@ from edge_dflash.backends.cuda.rows import NativeRows
 from edge_dflash.backends.cuda.slots import IDLE
 from edge_dflash.backends.cuda.small import Result, SlotWords
 from edge_dflash.backends.cuda.states import Lane
-from edge_dflash.decode.backend import Asked, Confident, Cycle, Outcome
+from edge_dflash.decode.backend import Asked, Cycle, Outcome
 from edge_dflash.decode.controls import Interrupted
-from edge_dflash.decode.sampling import GREEDY, Packed, choose
-from edge_dflash.decode.walk import confident
+from edge_dflash.decode.cycle import drafted
+from edge_dflash.decode.sampling import GREEDY, Packed
 from edge_dflash.errors import RequestError
 
 if TYPE_CHECKING:
@@ -121,16 +121,10 @@ class DeviceCycle:
         """The drafter's pass, and each lane's drafts."""
         self._graphs.propose.launch()
         for turn in self._turns:
-            asked, steering = turn.asked, turn.asked.steering
-            if not asked.drafting:
+            if not turn.asked.drafting:
                 continue
-            rows = self._backend.proposed(turn.slot)
             try:
-                sampling, position = asked.sampling, turn.position
-                drafts = choose(rows, sampling, position) if steering is None else steering.drafts(rows, position)
-                if asked.threshold and isinstance(rows, Confident):
-                    drafts = drafts[: confident(rows.confidence(), asked.threshold)]
-                turn.drafts = drafts[: asked.drafts]
+                turn.drafts = drafted(turn.asked, self._backend.proposed(turn.slot), turn.position)
             except (Interrupted, RequestError) as error:
                 turn.error = error
 

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edge_dflash.backends.host_cycle import host_cycle, host_cycles
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.backends.reference.tower import TorchTower
@@ -25,7 +24,9 @@ from edge_dflash.decode.backend import (
     no_drafter,
     no_tower,
 )
+from edge_dflash.decode.cycle import host_cycle, host_cycles
 from edge_dflash.decode.pictured import Picture, Seen, Sight
+from edge_dflash.decode.tree import Parents, branch, check_commit, check_parents
 from edge_dflash.decode.walk import WalkRows
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
@@ -59,10 +60,11 @@ class _Lane:
 
     memory: Memory
     verified: int | None = None  # rows of the last verify, until they are committed
+    tree: tuple[Sequence[int], Parents] | None = None  # their ids and parents, where they are no chain
 
     def drop_verify(self) -> None:
         """Forget rows in flight."""
-        self.verified = None
+        self.verified = self.tree = None
         for memory in self.memory.delta.values():
             memory.in_flight = None
 
@@ -122,7 +124,7 @@ class ReferenceBackend:
             raise BackendError(
                 f"cannot prefill {len(ids)} tokens at {length}: the context holds {self._shape.max_context} tokens"
             )
-        at.verified = None
+        at.verified = at.tree = None
         chunk = self._shape.prefill_chunk
         for first in range(0, len(ids), chunk):
             part = ids[first : first + chunk]
@@ -158,25 +160,33 @@ class ReferenceBackend:
         hidden, logits = (outputs[role].numpy() for role in ("draft_hidden", "logits"))
         return WalkRows(program.walk, lambda name: self._weights.tensor(name).numpy(), hidden, logits, anchor)
 
-    def verify(self, ids: Sequence[int], lane: int = 0) -> TorchRows:
-        """Run rows at length, length + 1, ... without committing them."""
+    def verify(self, ids: Sequence[int], lane: int = 0, parents: Parents | None = None) -> TorchRows:
+        """Run rows at length, length + 1, ... without committing them; of a tree, each row behind its own branch."""
         at = self._lane(lane)
         if not 1 <= len(ids) <= self._shape.verify_rows:
             raise BackendError(f"verify takes 1 to {self._shape.verify_rows} rows, not {len(ids)}")
-        outputs = self._interpreter.run(self._programs.verify, ids, at.memory)
-        at.verified = len(ids)
-        return TorchRows(outputs["logits"])
+        at.verified, at.tree = len(ids), None
+        if parents is None:
+            return TorchRows(self._verify(ids, at))
+        check_parents(parents, len(ids))
+        at.tree = list(ids), list(parents)
+        branches = ([ids[one] for one in branch(parents, row)] for row in range(len(ids)))
+        return TorchRows(torch.stack([self._verify(ids, at)[-1] for ids in branches]))
 
-    def commit(self, rows: int, lane: int = 0) -> None:
-        """Make the first ``rows`` rows of the last verify real."""
+    def _verify(self, ids: Sequence[int], at: _Lane) -> torch.Tensor:
+        return self._interpreter.run(self._programs.verify, ids, at.memory)["logits"]
+
+    def commit(self, rows: int, lane: int = 0, path: Sequence[int] | None = None) -> None:
+        """Make rows of the last verify real; of a tree, its path is the chain that was verified last."""
         at = self._lane(lane)
-        if at.verified is None or not 0 <= rows <= at.verified:
-            state = "no verify is open" if at.verified is None else f"the last verify had {at.verified} rows"
-            raise BackendError(f"cannot commit {rows} rows: {state}")
+        ids, parents = at.tree or (None, None)
+        chosen = check_commit(rows, at.verified, path, parents)
+        if ids is not None and chosen:
+            self._verify([ids[row] for row in chosen], at)
         for memory in at.memory.delta.values():
             memory.commit(rows)
         at.memory.length += rows
-        at.verified = None
+        at.verified = at.tree = None
 
     @torch.inference_mode()
     def flush(self, lane: int = 0) -> None:
