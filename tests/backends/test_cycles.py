@@ -37,7 +37,7 @@ class Counting:
         self.calls.append("propose")
         return self.inner.propose(anchor)
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         self.calls.append("verify")
         return self.inner.verify(ids)
 

@@ -48,7 +48,7 @@ class Perturbed(Delegate):
     def propose(self, anchor, lane=0):
         return self._rows(super().propose(anchor, lane))
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         return self._rows(super().verify(ids, lane))
 
     def _rows(self, rows):
@@ -108,7 +108,7 @@ def test_a_target_of_zeros(hybrid, loaded):
         def prefill(self, ids, lane=0, sight=None):
             return FakeRows(0 * super().prefill(ids, lane, sight).logits())
 
-        def verify(self, ids, lane=0):
+        def verify(self, ids, lane=0, parents=None):
             return FakeRows(0 * super().verify(ids, lane).logits())
 
     result = run_selftest(Zeros(loaded), load_selftest(hybrid))

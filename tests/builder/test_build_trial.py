@@ -49,7 +49,7 @@ class Timed(FakeBackend):
         self.asked.append(("cycle", self.length(), anchor))
         return super().propose(anchor, lane)
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         self.board.now += self.board.seconds[self.name]
         return super().verify(ids, lane)
 

@@ -55,7 +55,7 @@ def test_the_json_form_has_the_documented_keys():
 class RowsDecide(Delegate):
     """Breaks row invariance: a verify of more than one row chooses another token in its second row."""
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         tokens = super().verify(ids, lane).argmax()
         if len(tokens) > 1:
             tokens[1] = (tokens[1] + 1) % 512
@@ -101,7 +101,7 @@ def test_a_state_that_differs_only_in_its_bits_is_caught():
             self.verifies = 0
             super().reset(lane)
 
-        def verify(self, ids, lane=0):
+        def verify(self, ids, lane=0, parents=None):
             self.verifies += 1
             return super().verify(ids, lane)
 

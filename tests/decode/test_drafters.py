@@ -113,7 +113,7 @@ class Unsure(Delegate):
     def cycle(self, asked):
         return host_cycle(self, replace(asked, threshold=self.threshold))
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         self.proposed.append(len(ids) - 1)
         return super().verify(ids, lane)
 

@@ -42,6 +42,9 @@ class Lanes:
     def prefill(self, ids, lane=0, sight=None):
         return self._lanes[lane].prefill(ids, 0, sight)
 
+    def commit(self, rows, lane=0, path=None):
+        self._lanes[lane].commit(rows, 0, path)
+
     def cycle(self, asked):
         self.asked.append(asked)
         return host_cycle(self, asked)

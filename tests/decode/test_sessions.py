@@ -96,7 +96,7 @@ class Watched(Delegate):
         self._pass("propose")
         return super().propose(anchor, lane)
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         rows = super().verify(ids, lane)
         self._pass("verify")
         return rows

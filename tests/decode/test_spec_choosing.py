@@ -42,7 +42,7 @@ class ChoosingBackend(FakeBackend):
     def propose(self, anchor, lane=0):
         return ChoosingRows(super().propose(anchor, lane).logits())
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         return ChoosingRows(super().verify(ids, lane).logits())
 
 

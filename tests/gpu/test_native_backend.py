@@ -60,7 +60,7 @@ class HostChoice(Delegate):
     def propose(self, anchor, lane=0):
         return HostRows(super().propose(anchor, lane))
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         return HostRows(super().verify(ids, lane))
 
 

@@ -42,7 +42,7 @@ class Strict(Delegate):
     def prefill(self, ids, lane=0, sight=None):
         return self._pass(super().prefill, ids, lane, sight)
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         return self._pass(super().verify, ids, lane)
 
     def commit(self, rows, lane=0, path=None):
@@ -106,7 +106,7 @@ def test_an_observer_may_close_when_a_request_is_set_aside():
     began, queued = threading.Event(), threading.Event()
 
     class Held(Strict):
-        def verify(self, ids, lane=0):
+        def verify(self, ids, lane=0, parents=None):
             began.set()
             assert queued.wait(PATIENT)
             return super().verify(ids, lane)

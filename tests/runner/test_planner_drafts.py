@@ -59,7 +59,7 @@ class Slow(Delegate):
         time.sleep(0.005)
         return super().propose(anchor, lane)
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         time.sleep(0.01 + 0.0025 * len(ids))
         return super().verify(ids, lane)
 

@@ -235,7 +235,7 @@ class Breaking(FakeBackend):
 
     fail = True
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         if self.fail and self.passes.count("verify") == 2:
             self.fail = False
             raise BackendError("the device is gone; restart")

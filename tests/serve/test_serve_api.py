@@ -285,7 +285,7 @@ def test_an_engine_that_fails_is_503_and_the_next_request_runs(tmp_path):
     class Failing(FakeBackend):
         failing = True
 
-        def verify(self, ids, lane=0):
+        def verify(self, ids, lane=0, parents=None):
             if self.failing:
                 raise BackendError("the device is gone; restart the service")
             return super().verify(ids, lane)

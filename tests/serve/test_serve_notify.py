@@ -145,7 +145,7 @@ class StuckBackend(FakeBackend):
         super().__init__(TEXT_SHAPE, right=lambda position: 1)
         self.hang, self.stuck, self.freed = threading.Event(), threading.Event(), threading.Event()
 
-    def verify(self, tokens, lane=0):
+    def verify(self, tokens, lane=0, parents=None):
         time.sleep(0.01)
         if self.hang.is_set():
             self.stuck.set()

@@ -88,7 +88,7 @@ class TimedBackend(FakeBackend):
         self.clock.now += self._slow * PROPOSE
         return self._rows([1] * accepted + [0] * (self.shape.block_size - 1 - accepted))
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         self.clock.now += PLAIN if len(ids) == 1 else self._slow * (VERIFY + REST)
         self._flight = list(ids)
         return self._rows([1] * len(ids))

@@ -31,7 +31,7 @@ class Gate(Delegate):
         self._wait()
         return super().prefill(ids, lane, sight)
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         self._wait()
         return super().verify(ids, lane)
 
@@ -43,6 +43,6 @@ class Slow(Delegate):
         super().__init__(backend)
         self.seconds = seconds
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         time.sleep(self.seconds)
         return super().verify(ids, lane)

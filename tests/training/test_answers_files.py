@@ -42,7 +42,7 @@ class Slow(FakeBackend):
     def __init__(self):
         super().__init__(TEXT_SHAPE)
 
-    def verify(self, ids, lane=0):
+    def verify(self, ids, lane=0, parents=None):
         time.sleep(0.02)
         return super().verify(ids, lane)
 
