@@ -66,7 +66,7 @@ Patience = Annotated[
 ]
 Disk = Annotated[float, typer.Option(metavar="GB", min=0.0, help="Most that the target's taps may take of the disk.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print memory, disk and hours, measured and computed, and end.")
+    bool, typer.Option("--dry-run", help="Print the memory, disk and hours that it takes at most, and end.")
 ]
 
 Target = Annotated[Path | None, typer.Option(metavar="DIR", help="The target: a Hugging Face checkpoint, or a bundle.")]
@@ -104,9 +104,8 @@ def train_drafter(
     """Train a drafter on your own prompts: the target answers them itself, and the drafter learns to foresee it.
 
     Stages: answers of the quantized target, greedy and drawn; its taps over them; training; evaluation on prompts held
-    out. --minutes bounds the training stage alone; what all stages take at most is said before the first answer, and
-    --dry-run measures for about a minute and says it more closely. A command that was stopped goes on where it stood
-    when it is given again; what it keeps lies in OUTPUT/work. OUTPUT is then a drafter for `edge-dflash build
+    out. --minutes bounds the training stage alone; what all stages take at most is said before the first answer, and by
+    --dry-run with the memory and the disk. A command that was stopped resumes when it is given again; what it keeps lies in OUTPUT/work. OUTPUT is then a drafter for `edge-dflash build
     --drafter`, with a card.json: what it was trained on, accept lengths before and after. One that is worse than what
     it began with is kept in OUTPUT/worse and said so (exit code 9; so are answers that differ with and without the
     drafter).

@@ -1,4 +1,4 @@
-"""What the training of a drafter will take, by arithmetic: bytes of the device, bytes of the disk, hours.
+"""What the training of a drafter will take: bytes of the device and of the disk by arithmetic, and hours as given.
 
 Parameters are those of the pair's programs. Training is in mixed precision with AdamW: parameters, gradients and both
 moments in float32, products in BF16 from a cast copy of the weights; on a CPU all is float32. Coefficients of the
@@ -7,7 +7,8 @@ activations count the tensors that autograd keeps in a block of the drafter (tes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from math import prod
 from typing import Any
 
@@ -23,7 +24,6 @@ SELECTED, CHAINED = 1.5, 2.5  # more of them, with DFlash2's selector and with D
 REPLACED = 36  # bytes of the disk for a parameter: two checkpoints (3 x 4 each), the best twice (4), two in BF16
 SPARE = 0.08  # of the sum: what the allocator cannot hand out, and its workspaces
 CONTEXT_BYTES = 600 << 20  # of the device, before the first tensor
-STAGES = ("answers", "taps", "training", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -65,49 +65,31 @@ class TrainingBytes:
 
 
 @dataclass(frozen=True)
-class Speeds:
-    """What was measured, or is given; None: not known."""
-
-    answer_tokens: float | None = None  # a second, of the target's answers
-    tap_tokens: float | None = None  # a second, of its passes over prompts and answers
-    step_seconds: float | None = None  # of a whole training step
-    evaluation_seconds: float | None = None  # of both bundles
-
-
-@dataclass(frozen=True)
 class Forecast:
-    """What a training needs."""
+    """What a training needs, at most."""
 
     parameters: int  # of the drafter
     memory: TrainingBytes
     disk: int  # bytes of the shards of taps
     files: int  # bytes of checkpoints, weights and the second bundle
-    answers_hours: float | None
-    taps_hours: float | None
-    training_hours: float | None
-    evaluation_hours: float | None = None  # of both bundles
+    stages: Mapping[str, float | None]  # hours of each; None: not measured
     device: int | None = None  # bytes that the device has
 
     @property
     def hours(self) -> float | None:
-        """Of all stages; None where one is not known."""
-        found = [hours for _, hours in self._stages]
+        """Hours of all stages; None where one was not measured."""
+        found = list(self.stages.values())
         return None if None in found else sum(hours or 0.0 for hours in found)
-
-    @property
-    def _stages(self) -> list[tuple[str, float | None]]:
-        return [(name, getattr(self, f"{name}_hours")) for name in STAGES]
 
     def to_json(self) -> dict[str, Any]:
         """One object with stable keys; bytes and hours."""
-        memory = {one.name: getattr(self.memory, one.name) for one in fields(self.memory)}
         return {
             "parameters": self.parameters,
-            "memory": {**memory, "total": self.memory.total},
+            "memory": {**asdict(self.memory), "total": self.memory.total},
             "device": self.device,
             "disk": self.disk,
             "files": self.files,
-            **{f"{name}_hours": hours for name, hours in self._stages},
+            **{f"{name}_hours": hours for name, hours in self.stages.items()},
             "hours": self.hours,
         }
 
@@ -115,18 +97,16 @@ class Forecast:
     def lines(self) -> tuple[str, ...]:
         """The same for people."""
         parts = ", ".join(
-            f"{one.name} {gigabytes(size)}"
-            for one in fields(self.memory)
-            if one.name != "reused" and (size := getattr(self.memory, one.name))
+            f"{name} {gigabytes(size)}" for name, size in asdict(self.memory).items() if name != "reused" and size
         )
-        times = ", ".join(f"{name} {_hours_text(hours)}" for name, hours in self._stages)
+        times = ", ".join(f"{name} {_hours_text(hours)}" for name, hours in self.stages.items())
         there = "" if self.device is None else f" of {gigabytes(self.device)}"
         return (
             f"drafter: {self.parameters / 1e6:,.1f} M parameters",
             f"memory of the device: {gigabytes(self.memory.total)}{there} ({parts})",
             *filter(None, [memory_warning(self.memory, self.device)]),
             f"disk: {gigabytes(self.disk)} for taps, {gigabytes(self.files)} for checkpoints and bundles",
-            f"time expected: {_hours_text(self.hours)} ({times})",
+            f"time at most: {_hours_text(self.hours)} ({times})",
         )
 
 
@@ -219,34 +199,24 @@ def forecast(
     pair: PairSpec,
     batch: BatchSize,
     *,
-    steps: int,
     tokens: int,
-    made: int,
-    speeds: Speeds | None = None,
+    stages: Mapping[str, float | None],
     mixed: bool = True,
     bundle: int = 0,
     device: int | None = None,
 ) -> Forecast:
-    """The forecast of a training on ``tokens`` of prompts and answers, of which the target makes ``made``.
+    """The forecast of a training on ``tokens`` of prompts and answers, whose ``stages`` take these hours.
 
-    ``bundle``: bytes of one; ``device``: its memory. Raises RequestError without a drafter.
+    ``bundle``: bytes of one; ``device``: bytes of its memory. Raises RequestError without a drafter.
     """
-    given = speeds or Speeds()
     return Forecast(
         parameters=drafter_parameters(pair),
         memory=training_bytes(pair, batch, mixed=mixed),
         disk=shard_bytes(pair, tokens),
         files=training_files(pair, bundle),
-        answers_hours=_hours(made, given.answer_tokens) if made else 0.0,
-        taps_hours=_hours(tokens, given.tap_tokens),
-        training_hours=None if given.step_seconds is None else steps * given.step_seconds / 3600,
-        evaluation_hours=None if given.evaluation_seconds is None else given.evaluation_seconds / 3600,
+        stages=stages,
         device=device,
     )
-
-
-def _hours(tokens: int, rate: float | None) -> float | None:
-    return None if not rate else tokens / rate / 3600
 
 
 def _hours_text(hours: float | None) -> str:

@@ -43,8 +43,8 @@ def pace_of(planner: Planner, task: TrainingTask) -> AnswerPace:
 class Outlook:
     """Seconds of the stages, at most: every answer is as long as ``--new-tokens`` allows, and none shares a pass."""
 
-    pace: AnswerPace
-    prompt: float  # tokens, mean
+    tokens: int  # of all prompts and answers
+    longest: int  # of a prompt and its answer
     answers: float
     taps: float
     evaluation: float  # before and after
@@ -74,16 +74,14 @@ def outlook(run: TrainingRun, planner: Planner, data: Sequence[TrainingData], ev
     tasks = [task for each in data for task in each.tasks]
     asked = sum(1 if task.heldout else 1 + run.sampled for task in tasks if task.heldout or task.answer is None)
     given = sum(task.answer is not None and not task.heldout for task in tasks)
-    every = len(ways(tasks)) * (
-        evaluated * pace.seconds(prompt, run.new_tokens)
-        + min(run.plain, evaluated) * pace.seconds(prompt, run.new_tokens, plain=True)
-    )
+    one, plain = (pace.seconds(prompt, run.new_tokens, plain=plain) for plain in (False, True))
+    tokens = round((asked + given) * min(prompt + run.new_tokens, usable))
     return Outlook(
-        pace,
-        prompt,
-        answers=asked * pace.seconds(prompt, run.new_tokens),
-        taps=(asked + given) * (prompt + run.new_tokens) / pace.prompt,
-        evaluation=2 * every,
+        tokens=tokens,
+        longest=min(max(length for _, length in fitting) + run.new_tokens, usable),
+        answers=asked * one,
+        taps=tokens / pace.prompt,
+        evaluation=2 * len(ways(tasks)) * (evaluated * one + min(run.plain, evaluated) * plain),
     )
 
 

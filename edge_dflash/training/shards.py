@@ -110,11 +110,6 @@ class Shards:
         self.heldout = np.flatnonzero(np.array(heldout, bool) & has_drafts)
         self._with_last = bool(self._files) and "last" in self._files[0]
 
-    def repeat(self, least: int) -> None:
-        """Train on every sample, held-out ones too, so often that a batch of ``least`` is full: to time steps."""
-        every = np.concatenate((self.training, self.heldout))
-        self.training = np.resize(every, max(least, len(every)))
-
     def ids(self, index: int) -> npt.NDArray[np.int32]:
         """Token ids of a sample."""
         shard, start, length = self._places[index]

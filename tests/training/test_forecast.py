@@ -17,7 +17,6 @@ from edge_dflash.training.drafter import BlockDrafter
 from edge_dflash.training.forecast import (
     FLOAT,
     BatchSize,
-    Speeds,
     activation_bytes,
     drafter_parameters,
     forecast,
@@ -146,10 +145,8 @@ def test_the_drafter_of_27b_fits_a_gpu_of_80_gb():
     told = forecast(
         pair,
         BatchSize(sequences=1, tokens=2048, anchors=64, accumulate=16),
-        steps=2000,
         tokens=20_000 * 800,
-        made=20_000 * 300,
-        speeds=Speeds(answer_tokens=500.0, tap_tokens=4000.0, step_seconds=3.6, evaluation_seconds=360.0),
+        stages={"answers": 3.5, "training": 2.0},
         device=80 * GB,
         bundle=18 * GB,
     )
@@ -157,15 +154,14 @@ def test_the_drafter_of_27b_fits_a_gpu_of_80_gb():
     assert not any("warning" in line for line in told.lines)
     assert "needs about" in memory_warning(told.memory, 24 * GB)
     assert 27 * GB < told.memory.parameters + told.memory.gradients + told.memory.moments < 28 * GB
-    assert told.training_hours == 2.0
-    assert close(told.hours, 2.0 + 0.1 + 20_000 * 300 / 500 / 3600 + 20_000 * 800 / 4000 / 3600, 0.001)
+    assert told.hours == 5.5
     assert told.disk == 20_000 * 800 * (4 + 5 * 5120 * 2)
     assert told.files == 18 * GB + told.parameters * (2 * (4 + 2 * 4) + 2 * 4 + 2 * 2)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-4b", "qwen3-8b", "qwen3.8-27b-dflash2", "qwen3.8-27b-dspark"])
 def test_every_kind_is_forecast(name):
-    told = forecast(synthetic_pair(name), BATCH, steps=1, tokens=100, made=50, speeds=Speeds())
+    told = forecast(synthetic_pair(name), BATCH, tokens=100, stages={"answers": None, "training": 1.0})
     assert told.memory.total < 80 * GB
     assert told.hours is None
     assert "not measured" in told.lines[-1]
@@ -196,11 +192,6 @@ def test_shards_of_dspark_hold_the_last_rows_too():
     assert shard_bytes(pair, 10) == 10 * (4 + 6 * 4096 * 2)
 
 
-def test_answers_that_are_there_take_no_time(demo):
-    told = forecast(demo, BATCH, steps=9, tokens=162, made=0)
-    assert told.answers_hours == 0.0
-
-
 @pytest.mark.parametrize("name", ["sequences", "tokens", "anchors", "accumulate"])
 def test_a_size_below_one_is_refused(name):
     with pytest.raises(RequestError, match=f"{name} of a training batch is 0"):
@@ -214,6 +205,5 @@ def test_a_pair_without_a_drafter_is_refused(demo):
 
 def test_sizes_and_times_are_told_in_units_that_fit(demo):
     assert [gigabytes(size) for size in (697_700, 45_600_000, 1_234_000_000)] == ["697.7 kB", "45.6 MB", "1.23 GB"]
-    speeds = Speeds(answer_tokens=10.0, tap_tokens=10.0, step_seconds=36.0, evaluation_seconds=60.0)
-    told = forecast(demo, BATCH, steps=200, tokens=3600, made=1800, speeds=speeds)
-    assert told.lines[-1] == "time expected: 2.2 h (answers 3.0 min, taps 6.0 min, training 2.0 h, evaluation 1.0 min)"
+    told = forecast(demo, BATCH, tokens=3600, stages={"answers": 0.05, "training": 2.0})
+    assert told.lines[-1] == "time at most: 2.0 h (answers 3.0 min, training 2.0 h)"
