@@ -105,10 +105,10 @@ def train_drafter(
 
     Stages: answers of the quantized target, greedy and drawn; its taps over them; training; evaluation on prompts held
     out. --minutes bounds the training stage alone; what all stages take at most is said before the first answer, and by
-    --dry-run with the memory and the disk. A command that was stopped resumes when it is given again; what it keeps lies in OUTPUT/work. OUTPUT is then a drafter for `edge-dflash build
-    --drafter`, with a card.json: what it was trained on, accept lengths before and after. One that is worse than what
-    it began with is kept in OUTPUT/worse and said so (exit code 9; so are answers that differ with and without the
-    drafter).
+    --dry-run with the memory and the disk. A command that was stopped resumes when it is given again; what it keeps
+    lies in OUTPUT/work. OUTPUT is then a drafter for `edge-dflash build --drafter`, with a card.json: what it was
+    trained on, accept lengths before and after. One that is worse than what it began with is kept in OUTPUT/worse and
+    said so (exit code 9; so are answers that differ with and without the drafter).
 
     Lines of FILE have messages or a prompt, perhaps a schema, regex, grammar or tools, perhaps an answer; a planner or
     service writes them with its option `record`. Needs the extra train; runs on the GPU that torch finds, else a CPU.
