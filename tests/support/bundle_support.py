@@ -93,10 +93,15 @@ def write_bundle(path: Path, weights: dict[str, Weight], pair: PairSpec = PAIR, 
     for part, members in parts.items():
         write_part(path / part, members)
     (path / "calibration.json").write_text("{}\n")
-    files = {str(f.relative_to(path)): hash_file(f) for f in path.rglob("*") if f.is_file()}
     forms = {name: weight.format for name, weight in weights.items()}
     if "target.lm_head" not in weights:
         forms["target.lm_head"] = "tied"
+    sources = (SourceFile("target", "model.safetensors", 10, "0" * 64),)
+    return write_manifest(path, pair, weights=forms, tools={"numpy": "2"}, sources=sources, **changes)
+
+
+def write_manifest(path: Path, pair: PairSpec, **changes: object) -> Manifest:
+    """The manifest of a bundle whose other files are there; ``changes`` replace its fields."""
     drafter = pair.drafter
     manifest = Manifest(
         created_by="edge-dflash 0.0.0",
@@ -112,10 +117,10 @@ def write_bundle(path: Path, weights: dict[str, Weight], pair: PairSpec = PAIR, 
         prefill_chunk=64,
         kv_scales={"target.layers.1.kv": (0.5, 0.25)},
         tokenizer=False,
-        tools={"numpy": "2"},
-        sources=(SourceFile("target", "model.safetensors", 10, "0" * 64),),
-        weights=forms,
-        files=files,
+        tools={},
+        sources=(),
+        weights={},
+        files={str(f.relative_to(path)): hash_file(f) for f in path.rglob("*") if f.is_file()},
     )
     manifest = replace(manifest, **changes)
     (path / MANIFEST).write_bytes(dump_manifest(manifest))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
-from bundle_support import PAIR, random_weight
+from bundle_support import PAIR, random_weight, write_manifest
 from cubin_support import cubin
 from golden_pairs import pair as golden_pair
 
@@ -14,9 +14,7 @@ from edge_dflash.backends.cuda.driver import Kernel
 from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.board.archs import find_arch
 from edge_dflash.builder.convert import weight_tensors
-from edge_dflash.bundle.manifest import MANIFEST, Manifest, dump_manifest
-from edge_dflash.bundle.parts import bundle_parts, hash_file, tensor_file, write_file
-from edge_dflash.decode.backend import Precision
+from edge_dflash.bundle.parts import bundle_parts, tensor_file, write_file
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import AttentionSpec, ExpertsSpec, GatedDeltaSpec, RopeSpec
 from edge_dflash.weights.formats import Nvfp4Weight
@@ -98,27 +96,8 @@ def write_native_bundle(path, formats, pair=NATIVE_PAIR, seed=0, **changes):
             write_file(path / name, tensor_file(tensors))
     for unit in bundled():
         (path / "kernels" / f"{unit}.cubin").write_bytes(fake_cubin(unit, arch))
-    files = {str(f.relative_to(path)): hash_file(f) for f in path.rglob("*") if f.is_file()}
-    manifest = Manifest(
-        created_by="edge-dflash 0.0.0",
-        arch=arch,
-        backend="native",
-        pair=pair,
-        block_size=pair.drafter.block_size,
-        mask_token_id=pair.drafter.mask_token_id,
-        target_layer_ids=pair.drafter.target_layer_ids,
-        precision=Precision("bfloat16", "fp8"),
-        recipe="test",
-        max_context=128,
-        prefill_chunk=64,
-        kv_scales={"target.layers.1.kv": (0.5, 0.25)},
-        tokenizer=False,
-        tools={"kernels": kernels_digest()},
-        sources=(),
-        weights=formats,
-        files=files,
-    )
-    (path / MANIFEST).write_bytes(dump_manifest(replace(manifest, **changes)))
+    given = {"arch": arch, "backend": "native", "tools": {"kernels": kernels_digest()}, "weights": formats}
+    write_manifest(path, pair, **given | changes)
     return store
 
 

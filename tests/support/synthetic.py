@@ -1,20 +1,17 @@
-"""Random BF16 checkpoints of any dimensions in Hugging Face form, written tensor by tensor: size never meets memory.
-
-    python -m tests.synthetic --model qwen3-4b --output DIR      # DIR/target and DIR/drafter, published dimensions
+"""Random checkpoints in Hugging Face form: BF16 pairs of small dimensions, and the tensors of a published mixture.
 
 The tensor lists are written here from the config's fields alone, independently of edge_dflash. Weights have a random
 sign and mantissa and an exponent that makes linears keep the scale of their input; the same seed gives the same bytes.
 """
 
-import argparse
 import json
 import math
 from pathlib import Path
 
 import numpy as np
+from checkpoint_files import header_of, write
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-CHUNK = 1 << 22  # elements made and written at once
 
 
 def qwen3_config(**changes):
@@ -89,11 +86,6 @@ def drafter_config(target, **changes):
     } | changes
 
 
-def published_configs(model):
-    """config.json of a published target and its drafter, by the names of the folders of tests/configs."""
-    return tuple(json.loads((CONFIGS / model / part / "config.json").read_text()) for part in ("target", "drafter"))
-
-
 def write_target(directory, config, *, seed=0, shard_bytes=2 << 30, extra=()):
     """Write config.json and BF16 shards of a target. ``extra`` are more (tensor, shape), such as a vision tower's."""
     text = config.get("text_config", config)
@@ -112,40 +104,18 @@ def write_target(directory, config, *, seed=0, shard_bytes=2 << 30, extra=()):
     if not (config.get("tie_word_embeddings") or text.get("tie_word_embeddings")):
         tensors.append(("lm_head.weight", (vocab, hidden)))
     # Qwen3.5 norms multiply by 1 + w, except the gated delta layer's own
-    write_checkpoint(directory, config, [*tensors, *extra], seed=seed, shard_bytes=shard_bytes, plus_one=hybrid)
+    write(directory, _filled([*tensors, *extra], seed, plus_one=hybrid), config, shard_bytes)
 
 
-def write_drafter(directory, config, *, seed=1, shard_bytes=2 << 30):
-    """Write config.json and BF16 shards of a drafter."""
+def write_drafter(directory, config, *, seed=1):
+    """Write config.json and BF16 tensors of a drafter."""
     hidden = config["hidden_size"]
     taps = len(config["dflash_config"].get("target_layer_ids") or range(config["num_hidden_layers"]))
     tensors = [("fc.weight", (hidden, taps * hidden)), ("hidden_norm.weight", (hidden,)), ("norm.weight", (hidden,))]
     for i in range(config["num_hidden_layers"]):
         layer = _attention(config, hidden, gated=False) + _mlp(config, hidden)
         tensors += [(f"layers.{i}.{name}", shape) for name, shape in layer]
-    write_checkpoint(directory, config, tensors, seed=seed, shard_bytes=shard_bytes)
-
-
-def write_checkpoint(directory, config, tensors, *, seed=0, shard_bytes=2 << 30, plus_one=False):
-    """Write config.json, the tensors (name, shape) as BF16, and an index when there is more than one shard."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    shards, size = [[]], 0
-    for number, (name, shape) in enumerate(tensors):
-        if shards[-1] and size + 2 * math.prod(shape) > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append((number, name, shape))
-        size += 2 * math.prod(shape)
-    index = {}
-    for i, shard in enumerate(shards):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(directory / file, shard, seed, plus_one)
-        index |= {name: file for _, name, _ in shard}
-    if len(shards) > 1:
-        total = {"total_size": sum(2 * math.prod(shape) for _, shape in tensors)}
-        (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": total, "weight_map": index}))
+    write(directory, _filled(tensors, seed), config)
 
 
 def _attention(text, hidden, *, gated):
@@ -188,25 +158,17 @@ def _mlp(text, hidden):
     ]
 
 
-def _write_shard(path, shard, seed, plus_one):
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
-    for _, name, shape in shard:
-        end = offset + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for number, name, shape in shard:
-            rng = np.random.Generator(np.random.SFC64([seed, number]))
-            for first in range(0, math.prod(shape), CHUNK):
-                count = min(CHUNK, math.prod(shape) - first)
-                file.write(_values(rng, name, shape, count, plus_one).tobytes())
+def _filled(tensors, seed, *, plus_one=False):
+    """BF16 codes of (name, shape), each by a generator of its own."""
+    found = {}
+    for number, (name, shape) in enumerate(tensors):
+        rng = np.random.Generator(np.random.SFC64([seed, number]))
+        found[name] = "BF16", _values(rng, name, shape, plus_one).reshape(shape)
+    return found
 
 
-def _values(rng, name, shape, count, plus_one):
-    """BF16 codes of ``count`` elements."""
+def _values(rng, name, shape, plus_one):
+    count = math.prod(shape)
     if len(shape) > 1:
         fan_in = 1 if "embed_tokens" in name else shape[-1]
         return _codes(rng, count, 1 / math.sqrt(fan_in))
@@ -229,17 +191,63 @@ def _codes(rng, count, rms):
     return codes
 
 
-def main():
-    """Write a published pair's dimensions with random weights."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, choices=sorted(p.name for p in CONFIGS.iterdir() if p.is_dir()))
-    parser.add_argument("--output", required=True, type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    target, drafter = published_configs(options.model)
-    write_target(options.output / "target", target, seed=options.seed)
-    write_drafter(options.output / "drafter", drafter, seed=options.seed + 1)
+def mixture_config(**changes):
+    """config.json of Qwen3.6-35B-A3B; ``changes`` are fields of its text_config."""
+    config = json.loads((CONFIGS / "qwen3.6-35b-a3b" / "target" / "config.json").read_text())
+    config["text_config"] |= changes
+    return config
 
 
-if __name__ == "__main__":
-    main()
+def write_mixture(directory, config):
+    """A mixture as ModelOpt writes it: experts and head NVFP4, attention and gated delta FP8; scalars are 1, the rest
+    zeros that take no room on the disk.
+    """
+    text = config["text_config"]
+    hidden, experts = text["hidden_size"], range(text["num_experts"])
+    tensors = {}
+
+    def linear(name, shape, form="BF16"):
+        scalars = {"NVFP4": ("weight_scale_2", "input_scale"), "FP8": ("weight_scale", "input_scale"), "BF16": ()}[form]
+        if form == "NVFP4":
+            tensors[f"{name}.weight_scale"] = "F8_E4M3", (shape[0], shape[1] // 16)
+            shape = shape[0], shape[1] // 2
+        tensors[f"{name}.weight"] = {"NVFP4": "U8", "FP8": "F8_E4M3", "BF16": "BF16"}[form], shape
+        tensors.update({f"{name}.{end}": ("F32", ()) for end in scalars})
+
+    linear("model.language_model.embed_tokens", (text["vocab_size"], hidden))
+    for index, kind in enumerate(text["layer_types"]):
+        layer = f"model.language_model.layers.{index}"
+        delta = kind == "linear_attention"
+        for name, shape in _gated_delta(text) if delta else _attention(text, hidden, gated=True):
+            wide = len(shape) != 2 or "in_proj_a" in name or "in_proj_b" in name
+            if name.endswith(".weight"):
+                linear(f"{layer}.{name.removesuffix('.weight')}", shape, "BF16" if wide else "FP8")
+            else:
+                tensors[f"{layer}.{name}"] = "BF16", shape
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            linear(f"{layer}.{name}", (hidden,))
+        linear(f"{layer}.mlp.gate", (len(experts), hidden))
+        linear(f"{layer}.mlp.shared_expert_gate", (1, hidden))
+        for name in ("shared_expert", *(f"experts.{expert}" for expert in experts)):
+            inner = text["shared_expert_intermediate_size" if name == "shared_expert" else "moe_intermediate_size"]
+            linear(f"{layer}.mlp.{name}.gate_proj", (inner, hidden), "NVFP4")
+            linear(f"{layer}.mlp.{name}.up_proj", (inner, hidden), "NVFP4")
+            linear(f"{layer}.mlp.{name}.down_proj", (hidden, inner), "NVFP4")
+    linear("model.language_model.norm", (hidden,))
+    linear("lm_head", (text["vocab_size"], hidden), "NVFP4")
+    for name in ("mtp.layers.0.mlp.experts.gate_up_proj", "model.visual.patch_embed.proj.weight"):  # read by nobody
+        tensors[name] = "BF16", (64, 3, 2, 16, 16)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    sizes = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4}
+    head, size = header_of({n: (kind, shape, sizes[kind] * math.prod(shape)) for n, (kind, shape) in tensors.items()})
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(head)
+        file.truncate(len(head) + size)
+        for entry in json.loads(head[8:]).values():
+            if entry["dtype"] == "F32":
+                file.seek(len(head) + entry["data_offsets"][0])
+                file.write(np.ones(1, np.float32).tobytes())
+    return directory

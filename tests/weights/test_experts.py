@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from golden_pairs import GOLDEN
-from synthetic_moe import moe_config, tensors, write_moe
+from synthetic import mixture_config, write_mixture
 
 from edge_dflash.errors import CheckpointError
 from edge_dflash.model import pair_programs
@@ -290,9 +290,10 @@ def test_how_a_weight_is_stored_is_asked_without_its_values(files):
 
 def test_tens_of_thousands_of_tensors_open_in_seconds(tmp_path):
     """Ten layers of a published mixture; a step that is quadratic would take minutes."""
-    config = moe_config(num_hidden_layers=10)
-    found = tensors(config)
-    assert len(found) > 31_000
-    store, weights = opened(write_moe(tmp_path / "target", config, found, empty=True))
+    text = mixture_config()["text_config"]
+    config = mixture_config(num_hidden_layers=10, layer_types=text["layer_types"][:10])
+    target = write_mixture(tmp_path / "target", config)
+    assert len(TensorFiles.open(target).names()) > 31_000
+    store, weights = opened(target)
     assert len(weights) == 10 * (3 * 257 + 4) + 8 * 9 + 2 * 6 + 3
     assert {store.stored.get(name).format for name in weights} == {"bf16", "fp8", "nvfp4"}

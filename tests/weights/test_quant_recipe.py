@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic_moe import moe_config
+from synthetic import mixture_config
 
 from edge_dflash.common.files import directory
 from edge_dflash.errors import RecipeError
@@ -112,7 +112,7 @@ def test_all_nvfp4_experts_read_what_was_computed_for_a_token():
 def read_target_names():
     """Weights of Qwen3.6-35B-A3B."""
     with TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(moe_config()))
+        (Path(directory) / "config.json").write_text(json.dumps(mixture_config()))
         return pair_programs(read_pair(Path(directory), None)).weights
 
 
