@@ -42,15 +42,6 @@ from edge_dflash.weights.formats import Nvfp4Weight, WideWeight, bf16_to_f32
 from edge_dflash.weights.quantize import quantize_nvfp4, wide_tensor
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The models are tiny: a second thread only waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """Bundles of all golden pairs with the default recipe, built without interruption."""

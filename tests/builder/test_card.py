@@ -5,7 +5,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import torch
 from builder_support import BF16, DRAFTERS, config_of, recipe
 
 from edge_dflash.builder import card as cards
@@ -25,16 +24,6 @@ from edge_dflash.builder.card import (
 from edge_dflash.builder.write import build
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import CheckpointError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The models are tiny: a second thread only waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
 
 CHECKS = (CardCheck((1, 2, 3), (4, 2)), CardCheck((5, 6), (3,)))
 GOOD = DrafterCard(

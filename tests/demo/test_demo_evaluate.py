@@ -11,7 +11,6 @@ from calib.demo.evaluate import Answer, evaluate, heldout_tasks, planner_generat
 from calib.demo.tokenizer import MASK_ID, train_tokenizer
 from edge_dflash.errors import BundleError
 from edge_dflash.model.registry import read_pair
-from edge_dflash.training.evaluate import accepted
 
 MODELS = Path(edge_dflash.demo.__file__).parent / "models"
 
@@ -23,13 +22,6 @@ def test_right_answers_have_full_marks():
     assert (quality.tasks, quality.valid, quality.success, quality.equal) == (5, 1.0, 1.0, 1.0)
     assert quality.accept_length == 3.0
     assert quality.acceptance == (1.0, 1.0, 1.0)  # the verify of 2 had no more to commit
-
-
-def test_acceptance_by_position_counts_verifies_that_could_accept():
-    found = accepted([(3, 1, 2), (), (1, 4)])
-    assert (found.tokens, found.cycles, found.mean) == (11, 5, 2.2)
-    assert found.by_position == (3 / 5, 2 / 4, 1 / 3)
-    assert accepted([]).mean == 0.0
 
 
 def test_wrong_answers_are_counted_and_told():

@@ -33,7 +33,6 @@ SCENES = [training_scene(index) for index in range(20)]
 def eyes(tmp_path_factory):
     """Eyes after two steps."""
     output = tmp_path_factory.mktemp("eyes")
-    torch.set_num_threads(1)
     return output / "eyes", train_eyes(EyesRun(steps=2, batch=2, check_scenes=2), output, log=lambda line: None)
 
 

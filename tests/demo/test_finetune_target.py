@@ -15,14 +15,6 @@ from edge_dflash.model.registry import read_pair
 RUN = TuningRun(steps=3, batch=2)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     path = tmp_path_factory.mktemp("harbour") / "train.jsonl"

@@ -83,6 +83,7 @@ BROKEN = {
     "a path to nothing": "/no/such/frame.png",
     "a folder": "/tmp",
     "a device without an end": "/dev/zero",
+    "the standard input": "/dev/stdin",
     "a path with a zero": "frame\0.png",
     "a long path": "a" * 5000,
     "None": None,

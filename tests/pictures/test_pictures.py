@@ -114,15 +114,6 @@ def test_threads_change_no_byte():
         assert alone.digest == together.digest
 
 
-def test_a_caller_may_write_to_its_frame_afterwards():
-    pixels = noise(64, 64)
-    found = picture_of(pixels, GOLDEN)
-    before = found.levels.copy()
-    pixels[:] = 0
-    assert np.array_equal(found.levels, before)
-    assert not found.levels.flags.writeable
-
-
 @pytest.mark.parametrize("turned", [1, 3, 6, 8])
 def test_orientation_is_applied(turned):
     pixels, image = noise(40, 60), None

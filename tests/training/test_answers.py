@@ -1,133 +1,274 @@
-"""The target's answers in a file: each once, of the form that was asked for, whatever killed the call before."""
+"""Answers of the target: what is asked, what a file holds after a kill at any time, how given ones end."""
 
+import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
+from fakes import SHAPE, FakeBackend
+from text_support import write_tokenizer
 
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
+from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.training.answers import make_answers, prompt_ids, read_answers
-from edge_dflash.training.data import read_data
-from edge_dflash.training.evaluate import accepted, evaluate, ways
+from edge_dflash.training.data import read_data, read_tasks
 
+TEXT_SHAPE = dataclasses.replace(SHAPE, vocab_size=258, max_context=256, mask_token_id=257)
 SCHEMA = {
     "type": "object",
-    "properties": {"x": {"enum": ["left", "right"]}},
-    "required": ["x"],
+    "properties": {"do": {"enum": ["a", "b"]}},
+    "required": ["do"],
     "additionalProperties": False,
 }
-GIVEN = '{"steps": []}'
+TOOL = {"type": "function", "function": {"name": "move", "parameters": {"type": "object"}}}
+CHILD = """
+import sys
+sys.path[:0] = {path!r}
+import {module} as here
+from pathlib import Path
+folder = Path(sys.argv[1])
+with here.opened(folder, here.Slow()) as planner:
+    here.asked(planner, here.read_data(folder / "plans.jsonl"), folder / "killed.jsonl")
+"""
 
 
-@pytest.fixture(scope="module")
-def planner(demo_bundle):
-    with Planner.open(demo_bundle, self_test="off", fallback=False) as opened:
-        yield opened
+class Slow(FakeBackend):
+    def __init__(self):
+        super().__init__(TEXT_SHAPE)
+
+    def verify(self, ids, lane=0, parents=None):
+        time.sleep(0.02)
+        return super().verify(ids, lane)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    bodies = [
-        {"messages": [{"role": "user", "content": "Which way?"}], "schema": SCHEMA},
-        {"messages": [{"role": "system", "content": "Plan."}, {"role": "user", "content": "Go to the dock."}]},
-        {"prompt": "Goal: wait", "raw": True},
-        {"prompt": "Goal: Check black_vial.", "answer": GIVEN},
-    ]
-    path = tmp_path_factory.mktemp("data") / "plans.jsonl"
-    path.write_text("".join(json.dumps(body) + "\n" for body in bodies))
-    return read_data(path, heldout=1)
+def lines():
+    plain = [{"prompt": f"Take mug {number}."} for number in range(5)]
+    shaped = [{"messages": [{"role": "user", "content": f"Choose {number}"}], "schema": SCHEMA} for number in range(3)]
+    return [*plain, *shaped, {"prompt": "Say it.", "raw": True}, {"prompt": "x", "answer": "done"}]
 
 
-@pytest.fixture(scope="module")
-def whole(planner, data, tmp_path_factory):
-    """The file of a call that nothing stopped."""
-    file = tmp_path_factory.mktemp("whole") / "answers.jsonl"
-    made = make_answers(planner, data, file, new_tokens=8)
-    assert made == sum(len(one.tokens) for one in read_answers(file))
-    return file
+def written(folder, bodies=None):
+    path = folder / "plans.jsonl"
+    path.write_text("".join(json.dumps(body) + "\n" for body in bodies or lines()))
+    return path
 
 
-def test_every_task_is_answered_greedily_and_drawn_and_a_held_out_one_greedily(planner, data, whole):
-    found = read_answers(whole)
-    wanted = set()
-    for task in data.tasks:
-        if task.answer is not None and not task.heldout:
-            wanted.add((task.index, "given", 0))
-            continue
-        wanted.add((task.index, "greedy", 0))
-        if not task.heldout:
-            wanted.add((task.index, "sampled", 0))
-    assert {(one.task, one.way, one.number) for one in found} == wanted
-    for one in found:
+def opened(folder, backend=None, **settings):
+    tokenizer = Tokenizer.open(write_tokenizer(folder / "tokenizer"))
+    backend = backend or FakeBackend(TEXT_SHAPE)
+    return Planner(backend, tokenizer, [5, tokenizer.eos_token_id], fallback=False, **settings)
+
+
+def asked(planner, data, file, new_tokens=8, **changes):
+    return make_answers(planner, data, file, new_tokens=new_tokens, **{"sampled": 2, **changes})
+
+
+@pytest.fixture
+def planner(tmp_path):
+    with opened(tmp_path) as planner:
+        yield planner
+
+
+@pytest.fixture
+def data(tmp_path):
+    return read_data(written(tmp_path))
+
+
+def test_training_tasks_are_answered_greedily_and_drawn_heldout_ones_greedily(planner, data, tmp_path):
+    told = []
+    made = asked(planner, data, tmp_path / "a.jsonl", progress=lambda *step: told.append(step))
+    answers = read_answers(tmp_path / "a.jsonl")
+    wanted = {(task.index, "greedy", 0) for task in data.tasks if task.heldout or task.answer is None}
+    wanted |= {(task.index, "given", 0) for task in data.training if task.answer is not None}
+    wanted |= {(task.index, "sampled", n) for task in data.training if task.answer is None for n in range(2)}
+    assert [one.key for one in answers] == sorted(wanted)
+    assert {one.task for one in answers if one.heldout} == {task.index for task in data.heldout}
+    assert made == sum(len(one.tokens) for one in answers)
+    assert told[0] == ("answers", 0, len(wanted))
+    assert told[-1] == ("answers", len(wanted), len(wanted))
+
+
+def test_answers_are_those_of_plan(planner, data, tmp_path):
+    asked(planner, data, tmp_path / "a.jsonl")
+    for one in read_answers(tmp_path / "a.jsonl"):
         task = data.tasks[one.task]
-        assert one.heldout == task.heldout
-        assert one.prompt == prompt_ids(planner.tokenizer, task)
-        if one.way == "greedy":
-            plan = planner.plan(task.asked, raw=task.raw, max_new_tokens=8, **task.options)
-            assert (plan.tokens, plan.prompt_tokens) == (one.tokens, len(one.prompt))
         if one.way == "given":
-            assert planner.tokenizer.decode(one.tokens) == GIVEN
-            assert one.tokens[-1] in planner.stop_token_ids
-        if "schema" in task.options:
-            assert planner.tokenizer.decode(one.tokens).startswith('{"x"')
+            continue
+        drawn = {"temperature": 0.7, "seed": one.task * 1009 + one.number} if one.way == "sampled" else {}
+        plan = planner.plan(one.prompt, max_new_tokens=8, **task.options, **drawn)
+        assert plan.tokens == one.tokens
+        assert one.prompt == planner.encode(task.asked, raw=task.raw)
+    drawn = [one.tokens for one in read_answers(tmp_path / "a.jsonl") if one.way == "sampled"]
+    assert len(set(drawn)) > len(drawn) // 2
 
 
-def test_a_call_that_was_killed_is_gone_on_with(planner, data, whole, tmp_path):
-    text = whole.read_bytes()
-    for cut in (0, 1, len(text) // 2, len(text) - 1):
-        file = tmp_path / f"{cut}.jsonl"
-        file.write_bytes(text[:cut])
-        make_answers(planner, data, file, new_tokens=8)
-        assert read_answers(file) == read_answers(whole)
-        assert [one.tokens for one in read_answers(file)] == [one.tokens for one in read_answers(whole)]
-    assert make_answers(planner, data, whole, new_tokens=8) == 0
-    assert whole.read_bytes() == text
+def test_answers_are_of_the_schema(planner, data, tmp_path):
+    asked(planner, data, tmp_path / "a.jsonl", new_tokens=64)
+    shaped = [one for one in read_answers(tmp_path / "a.jsonl") if "schema" in data.tasks[one.task].options]
+    assert len(shaped) >= 3
+    for one in shaped:
+        assert json.loads(planner.tokenizer.decode(one.tokens[:-1])) in ({"do": "a"}, {"do": "b"})
+        assert one.tokens[-1] == planner.tokenizer.eos_token_id
 
 
-def test_a_damaged_file_is_told_by_its_line(whole, tmp_path):
-    file = tmp_path / "answers.jsonl"
-    file.write_bytes(b'{"task": 0}\n' + whole.read_bytes())
-    with pytest.raises(RequestError, match="line 1 is damaged"):
-        read_answers(file)
-    assert read_answers(tmp_path / "none.jsonl") == ()
+@pytest.mark.parametrize(("more", "ended"), [({}, True), ({"finish_reason": "length"}, False)])
+def test_a_given_answer_ends_with_the_stop_token_unless_it_was_cut(planner, tmp_path, more, ended):
+    line = {"prompt": "x", "answer": "done<|end|>", **more}
+    data = read_tasks(written(tmp_path, [line]))
+    assert asked(planner, data, tmp_path / "a.jsonl") > 0
+    (one,) = read_answers(tmp_path / "a.jsonl")
+    assert one.way == "given"
+    assert one.prompt == planner.encode("x")
+    text = planner.tokenizer.encode_text("done<|end|>")
+    assert planner.tokenizer.eos_token_id not in text  # what an answer says is text
+    assert one.tokens == (*text, *([planner.tokenizer.eos_token_id] if ended else []))
 
 
-def test_a_task_that_cannot_be_asked_is_told_by_its_line(planner, tmp_path):
-    path = tmp_path / "plans.jsonl"
-    bad = {"prompt": "x", "schema": {"type": 7}}
-    path.write_text(json.dumps(bad) + "\n" + json.dumps({**bad, "prompt": "y"}) + "\n")
-    with pytest.raises(RequestError, match=r"plans.jsonl: line [12]: "):
-        make_answers(planner, read_data(path), tmp_path / "answers.jsonl", new_tokens=4)
+def test_the_end_of_the_context_cuts_answers_and_leaves_out_longer_prompts(planner, tmp_path):
+    room = planner.shape.usable_context
+    bodies = [
+        {"prompt": "x" * (room - 5), "raw": True},
+        {"prompt": "y" * 300, "raw": True},
+        {"prompt": "z" * 245, "raw": True, "answer": "w" * 40},
+    ]
+    data = read_tasks(written(tmp_path, bodies))
+    asked(planner, data, tmp_path / "a.jsonl", new_tokens=200, sampled=0)
+    greedy, given = read_answers(tmp_path / "a.jsonl")
+    usable = planner.shape.usable_context
+    assert (greedy.task, given.task) == (0, 2)
+    assert len(greedy.prompt) + len(greedy.tokens) <= usable
+    assert len(given.prompt) + len(given.tokens) == usable
 
 
 def test_prompts_that_all_leave_no_room_are_told(planner, tmp_path):
-    path, long = tmp_path / "plans.jsonl", "go " * planner.shape.usable_context
-    path.write_text("".join(json.dumps({"prompt": long + str(i)}) + "\n" for i in range(3)))
+    long = "go " * planner.shape.usable_context
+    data = read_data(written(tmp_path, [{"prompt": long + str(i)} for i in range(3)]))
     with pytest.raises(RequestError, match=r"no prompt of .* leaves room .* \d+ tokens of context"):
-        make_answers(planner, read_data(path), tmp_path / "answers.jsonl", new_tokens=4)
+        asked(planner, data, tmp_path / "a.jsonl", new_tokens=4)
 
 
-def test_a_bundle_is_measured_every_way_and_compared_with_plain_decoding(demo_bundle, data, monkeypatch):
-    tasks, told = data.tasks[:2], []
-    found = evaluate(demo_bundle, tasks, new_tokens=8, plain=1, progress=lambda *now: told.append(now))
-    assert tuple(found) == ways(tasks) == ("greedy", "sampled", "greedy, schema", "sampled, schema")
-    for one in found.values():
-        assert (one.compared, one.equal) == (1, 1)
-        assert one.accept_length >= 1
-        assert one.plain_tokens_per_second > 0
-    assert told[-1][1:] == (12, 12)
-    real = Planner.plan
-
-    def wrong(self, *given, **options):
-        """Other tokens without the drafter."""
-        more = {"temperature": 2.0, "seed": 99} if options.get("speculative") is False else {}
-        return real(self, *given, **{**options, **more})
-
-    monkeypatch.setattr(Planner, "plan", wrong)
-    assert any(one.equal == 0 for one in evaluate(demo_bundle, tasks, new_tokens=8, plain=1).values())
+def test_prompts_are_those_of_requests(tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}T{{ tools | length }}{% endif %}"
+    tokenizer = Tokenizer.open(write_tokenizer(tmp_path / "tokenizer", template))
+    bodies = [{"prompt": "x", "tools": [TOOL]}, {"prompt": "x", "tools": [TOOL], "tool_choice": "none"}]
+    with Planner(FakeBackend(TEXT_SHAPE), tokenizer, [tokenizer.eos_token_id], fallback=False) as planner:
+        for task, text in zip(read_tasks(written(tmp_path, bodies)).tasks, ("xT1", "x"), strict=True):
+            assert tokenizer.decode(prompt_ids(tokenizer, task)) == text
+            assert planner.plan(task.asked, max_new_tokens=1, **task.options).prompt_tokens == len(text)
 
 
-def test_acceptance_counts_drafts_that_could_have_been_accepted():
-    found = accepted([(3, 1, 2), (1,)])
-    assert (found.tokens, found.cycles, found.mean) == (7, 4, 1.75)
-    assert found.by_position == (2 / 3, 0.5)
+def test_a_file_cut_at_any_byte_of_its_last_lines_becomes_what_it_was(planner, data, tmp_path):
+    whole = tmp_path / "whole.jsonl"
+    asked(planner, data, whole, sampled=0)
+    body, answers = whole.read_bytes(), read_answers(whole)
+    cut = tmp_path / "cut.jsonl"
+    two = body[:-1].rindex(b"\n", 0, body[:-1].rindex(b"\n")) + 1
+    for end in range(two, len(body) + 1):
+        cut.write_bytes(body[:end])
+        kept = read_answers(cut)
+        assert set(kept) <= set(answers)
+        assert len(answers) - len(kept) == body.count(b"\n", end)
+        if end % 50 == 0:
+            asked(planner, data, cut, sampled=0)
+            assert read_answers(cut) == answers
+    for end in (0, 1, body.index(b"\n"), body.index(b"\n") + 1):  # inside the first line, and behind it
+        cut.write_bytes(body[:end])
+        asked(planner, data, cut, sampled=0)
+        assert read_answers(cut) == answers
+
+
+def test_a_killed_process_is_gone_on_with(data, tmp_path):
+    with opened(tmp_path) as planner:
+        asked(planner, data, tmp_path / "whole.jsonl")
+        killed = tmp_path / "killed.jsonl"
+        here = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support"), *sys.path]
+        child = subprocess.Popen([sys.executable, "-c", CHILD.format(path=here, module=__name__), str(tmp_path)])
+        until = time.monotonic() + 60
+        while not killed.exists() or killed.read_bytes().count(b"\n") < 4:
+            assert child.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        whole = read_answers(tmp_path / "whole.jsonl")
+        found = read_answers(killed)
+        assert 3 <= len(found) < len(whole)
+        asked(planner, data, killed)
+        assert read_answers(killed) == whole
+
+
+def test_what_is_there_is_not_asked_again(data, tmp_path):
+    backend = FakeBackend(TEXT_SHAPE)
+    with opened(tmp_path, backend) as planner:
+        asked(planner, data, tmp_path / "a.jsonl")
+        body, passes = (tmp_path / "a.jsonl").read_bytes(), len(backend.passes)
+        assert asked(planner, data, tmp_path / "a.jsonl") == 0
+        assert len(backend.passes) == passes
+        assert (tmp_path / "a.jsonl").read_bytes() == body
+
+
+def test_answers_to_other_data_are_refused_and_stay(planner, data, tmp_path):
+    asked(planner, data, tmp_path / "a.jsonl")
+    body = (tmp_path / "a.jsonl").read_bytes()
+    changed = read_data(written(tmp_path, [*lines(), {"prompt": "one more"}]))
+    with pytest.raises(RequestError, match="has answers to other data"):
+        asked(planner, changed, tmp_path / "a.jsonl")
+    assert (tmp_path / "a.jsonl").read_bytes() == body
+
+
+@pytest.mark.parametrize("line", ["{}", "[1]", "x", '{"task": 1, "prompt": [1], "tokens": "a"}'])
+def test_a_damaged_line_is_named(planner, data, tmp_path, line):
+    asked(planner, data, tmp_path / "a.jsonl", sampled=0)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write(line + "\n")
+    count = (tmp_path / "a.jsonl").read_bytes().count(b"\n")
+    with pytest.raises(RequestError, match=f"line {count} is damaged"):
+        read_answers(tmp_path / "a.jsonl")
+
+
+def test_a_flipped_bit_of_an_answer_is_named_by_its_line(planner, data, tmp_path):
+    path = tmp_path / "a.jsonl"
+    asked(planner, data, path, sampled=0)
+    first, line, *rest = path.read_bytes().splitlines(keepends=True)
+    at = line.index(b"[", line.index(b'"tokens"')) + 1
+    for place in (at, line.index(b'"task": ') + 8, line.index(b'"sha256": "') + 12):  # a digit becomes another one
+        flipped = bytes((*line[:place], line[place] ^ 1, *line[place + 1 :]))
+        path.write_bytes(b"".join((first, flipped, *rest)))
+        with pytest.raises(RequestError, match="line 2 is damaged; remove it and run again"):
+            read_answers(path)
+    path.write_bytes(b"".join((first, *rest)))  # as it says
+    assert asked(planner, data, path, sampled=0) > 0
+
+
+def test_answers_of_an_older_version_are_read(planner, data, tmp_path):
+    asked(planner, data, tmp_path / "a.jsonl", sampled=0)
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert all(line.pop("sha256", "none") != "none" for line in lines[1:])
+    (tmp_path / "old.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_answers(tmp_path / "old.jsonl") == read_answers(tmp_path / "a.jsonl")
+
+
+def test_answers_differ_where_their_tokens_do(planner, data, tmp_path):
+    asked(planner, data, tmp_path / "a.jsonl", sampled=0)
+    one = read_answers(tmp_path / "a.jsonl")[0]
+    assert one != dataclasses.replace(one, tokens=(*one.tokens, 1))
+    assert read_answers(tmp_path / "none.jsonl") == ()
+
+
+def test_a_task_that_cannot_be_asked_is_named_and_the_others_stay(planner, tmp_path):
+    bad = {"prompt": "b", "schema": {"type": "nothing"}}
+    data = read_tasks(written(tmp_path, [*lines(), bad]))
+    with pytest.raises(RequestError, match=rf"plans.jsonl: line {len(lines()) + 1}: "):
+        asked(planner, data, tmp_path / "a.jsonl", sampled=0)
+    assert read_answers(tmp_path / "a.jsonl")
+
+
+def test_a_bundle_without_tokenizer_is_refused(data, tmp_path):
+    with Planner(FakeBackend(TEXT_SHAPE), None) as planner, pytest.raises(RequestError, match="has no tokenizer"):
+        asked(planner, data, tmp_path / "a.jsonl")
