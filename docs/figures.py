@@ -12,8 +12,7 @@ from pathlib import Path
 
 from edge_dflash.board.archs import find_arch
 from edge_dflash.board.profiles import load_board
-from edge_dflash.checks.by_lanes import LANES
-from edge_dflash.checks.inspect import Inspection, inspect_recipe
+from edge_dflash.checks.inspect import LANES, Inspection, inspect_recipe
 from edge_dflash.cli.build import find_recipe
 from edge_dflash.model.registry import read_pair
 from edge_dflash.weights.recipe import load_recipe

@@ -1,1 +1,1 @@
-"""What a loaded pair is measured and judged by: bench, inspect, verify, doctor."""
+"""What a loaded pair is judged by: inspect, verify, doctor; and the arithmetic of its bytes."""

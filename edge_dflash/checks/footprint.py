@@ -1,31 +1,36 @@
-"""Bytes of Programs by arithmetic: what a pass moves, what a loaded pair holds, and operations of a prefill.
+"""Bytes and operations of Programs by arithmetic: what a pass moves, what a loaded pair holds, what prompts compute.
 
 Pure functions of :mod:`edge_dflash.model.program` and a format per weight. A cycle is one propose pass and one verify
 pass, each reading every weight once, of a mixture the experts that its rows choose; the replay of the previous cycle's
 rows happens in the verify pass. :class:`CycleBytes` counts weights as a bundle stores them, :class:`Costs` as the
 native kernels read them: in streaming form with their scales. Activations stay in caches and are not counted.
+
+A pass reads each expert that one of its rows chose once. Where rows choose uniformly and independently, T rows with k
+choices of E read E (1 - (1 - k/E)^T) on average. Rows of one text choose more alike: this is an upper bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
+from edge_dflash.board.archs import Arch
+from edge_dflash.board.rates import Chip
 from edge_dflash.bundle.parts import stack_bytes
-from edge_dflash.checks import expert_bytes
-from edge_dflash.checks.expert_bytes import expert_layers, routed, routed_bytes
-from edge_dflash.checks.tower_costs import picture_patches
 from edge_dflash.decode.sights import SEEN_BYTES
 from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import Attend, KvAppend, Linear, SelectRows, StateOp
 from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program, State
-from edge_dflash.model.specs import PairSpec
+from edge_dflash.model.specs import PairSpec, VisionSpec
+from edge_dflash.model.vision_ops import FrameAttend
 from edge_dflash.pictures.decode import DEFAULT_LIMITS
 from edge_dflash.pictures.gate import in_flight
+from edge_dflash.pictures.resize import target_size
 from edge_dflash.weights.formats import KV_BYTES, TIED, KvFormat, WeightFormat, read_as
-from edge_dflash.weights.stacks import program_stacks
+from edge_dflash.weights.layout import UNIT_ROWS, Layout
+from edge_dflash.weights.stacks import STREAMED, program_stacks
 
 ACTIVATION_BYTES = 2  # BF16
 LOGIT_BYTES = 4  # logits leave a pass as FP32
@@ -41,7 +46,7 @@ class CycleBytes:
     """Bytes that one cycle moves between memory and processor, with some number of tokens committed."""
 
     target_weights: int = _label("verify: target weights, lm_head included")  # the embedding is only gathered from
-    experts: int = _label("verify: experts that rows choose, at most")  # see checks/expert_bytes.py
+    experts: int = _label("verify: experts that rows choose, at most")
     drafter_weights: int = _label("draft: drafter weights")  # fc, context K/V, block: every weight once
     drafter_lm_head: int = _label("draft: lm_head again")
     walk: int = _label("draft: the walk's weights")  # of its tables only the rows that drafts read
@@ -122,7 +127,7 @@ class Costs:
         program = self.programs.prefill
         every_row = row_parameters(program)
         linears = sum(prod(program.weights[op.weight].shape) for op in program.ops if isinstance(op, Linear))
-        linears += sum(expert_bytes.row_weights(program, op) for op in expert_layers(program))
+        linears += sum(row_weights(program, op) for op in expert_layers(program))
         heads = sum(op.heads * op.head_dim for op in program.ops if isinstance(op, Attend))
         return 2 * (tokens * every_row + linears - every_row) + 4 * heads * tokens * (tokens + 1) // 2
 
@@ -130,7 +135,7 @@ class Costs:
         weights: dict[str, int] = {}
         for stack in program_stacks(program, self.formats):
             weights[stack.layout.format] = weights.get(stack.layout.format, 0) + stack_bytes(stack)
-        streamed = expert_bytes.streamed_bytes(program, self.formats)
+        streamed = streamed_bytes(program, self.formats)
         chosen = {name for op in expert_layers(program) for name in routed(op)}
         for name in streamed.keys() - chosen:
             form = self.formats[name]
@@ -270,13 +275,13 @@ def row_parameters(program: Program) -> int:
         elif isinstance(op, Linear):
             total += prod(program.weights[op.weight].shape)
         elif isinstance(op, Experts):
-            total += expert_bytes.row_weights(program, op)
+            total += row_weights(program, op)
     return total
 
 
 def expert_parameters(program: Program) -> int:
     """Those of :func:`row_parameters` that are a mixture's."""
-    return sum(expert_bytes.row_weights(program, op) for op in expert_layers(program))
+    return sum(row_weights(program, op) for op in expert_layers(program))
 
 
 def read_bytes(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, int]:
@@ -312,7 +317,126 @@ def scratch_bytes(program: Program, rows: int) -> int:
         width = LOGIT_BYTES if op.output == program.outputs.get("logits") else ACTIVATION_BYTES
         size[op.output] = counts[op.output] * program.columns[op.output] * width
         live += size[op.output]
-        between = expert_bytes.scratch_of_row(program, op) * counts[op.output] if isinstance(op, Experts) else 0
+        between = scratch_of_row(program, op) * counts[op.output] if isinstance(op, Experts) else 0
         peak = max(peak, live + between)
         live -= sum(size.pop(t) for t in {op.output, *op.inputs} if last_use[t] == index and t in size)
     return peak
+
+
+def distinct(op: Experts, rows: int) -> float:
+    """Experts that ``rows`` uniform and independent rows read."""
+    count = len(op.gates)
+    return count * (1.0 - (1.0 - op.top_k / count) ** rows)
+
+
+def expert_layers(program: Program) -> tuple[Experts, ...]:
+    """All mixtures of a pass, one a layer."""
+    return tuple(op for op in program.ops if isinstance(op, Experts))
+
+
+def routed(op: Experts) -> tuple[str, ...]:
+    """Weights of the experts that rows choose: neither router nor shared expert."""
+    return (*op.gates, *op.ups, *op.downs)
+
+
+def routed_bytes(program: Program, size: Mapping[str, int], rows: int, counted: float | None = None) -> int:
+    """Bytes that ``rows`` rows read of routed experts; ``counted``: experts a layer, else as by :func:`distinct`."""
+    total = 0.0
+    for op in expert_layers(program):
+        read = distinct(op, rows) if counted is None else counted
+        total += read / len(op.gates) * sum(size[name] for name in routed(op))
+    return round(total)
+
+
+def streamed_bytes(program: Program, formats: Mapping[str, WeightFormat]) -> dict[str, int]:
+    """Bytes that the native kernels read of each weight of experts and routers, row scales included."""
+    found: dict[str, int] = {}
+    for op in expert_layers(program):
+        shared = op.shared
+        mlps = [*zip(op.gates, op.ups, op.downs, strict=True)]
+        for gate, up, down in (*mlps, *([(shared.gate, shared.up, shared.down)] if shared else [])):
+            rows, k = program.weights[gate].shape
+            both = _streamed(Layout(STREAMED[formats[gate]], (rows, rows), k, swiglu=True))
+            found |= {gate: both // 2, up: both // 2}
+            found[down] = _streamed(Layout(STREAMED[formats[down]], (k,), rows))
+        for name in (op.router, *([shared.judge] if shared else [])):
+            found[name] = 2 * prod(program.weights[name].shape)
+    return found
+
+
+def expert_weights(program: Program, op: Experts) -> int:
+    """Weights of one expert."""
+    return sum(prod(program.weights[name].shape) for name in routed(op)) // len(op.gates)
+
+
+def row_weights(program: Program, op: Experts) -> int:
+    """Weights that each row is multiplied with."""
+    weights = program.weights
+    always = (op.router, *(op.shared.weights if op.shared else ()))
+    return op.top_k * expert_weights(program, op) + sum(prod(weights[name].shape) for name in always)
+
+
+def scratch_of_row(program: Program, op: Experts) -> int:
+    """Bytes of one row between an op's kernels: FP32 outputs of its experts, slices of the shared one among them."""
+    hidden, inner = program.weights[op.downs[0]].shape
+    shared = program.weights[op.shared.down].shape[1] // inner if op.shared else 0
+    return 4 * hidden * (op.top_k + shared)
+
+
+def _streamed(layout: Layout) -> int:
+    return layout.nbytes + 4 * layout.units * UNIT_ROWS
+
+
+PICTURE = (600, 800)  # pixels, height by width
+
+
+@dataclass(frozen=True)
+class TowerCosts:
+    """A tower, and a picture of PICTURE pixels."""
+
+    parameters: int
+    bytes: int  # of its weights
+    patches: int  # of the picture
+    tokens: int  # rows of the language model
+    operations: int  # multiplications and additions of the linears and of attention
+    milliseconds: float | None  # at the rate of the tower; None where that is not known
+
+    def to_json(self) -> dict[str, Any]:
+        """One object with stable keys."""
+        return {"picture": list(PICTURE), **asdict(self)}
+
+
+def tower_costs(
+    pair: PairSpec, programs: PairPrograms, stored: Mapping[str, int], arch: Arch | None, chip: Chip
+) -> TowerCosts | None:
+    """Cost the vision tower of a pair, if it has one; ``stored``: bytes of each weight."""
+    if (spec := pair.target.vision) is None or (program := programs.see) is None:
+        return None
+    patches = picture_patches(spec)
+    count = tower_operations(program, patches)
+    return TowerCosts(
+        parameters=sum(prod(weight.shape) for weight in program.weights.values()),
+        bytes=sum(stored[name] for name in program.weights),
+        patches=patches,
+        tokens=patches // spec.patches.merge**2,
+        operations=count,
+        milliseconds=None if arch is None else 1e3 * count / arch.tower.per_second(chip),
+    )
+
+
+def picture_patches(spec: VisionSpec) -> int:
+    """Patches of a picture of PICTURE pixels."""
+    height, width = target_size(*PICTURE, spec.patches)
+    return height * width // spec.patches.patch**2
+
+
+def tower_operations(program: Program, patches: int) -> int:
+    """Multiplications and additions of one frame: of every weight of a linear with every row, of attention."""
+    rows, count = dict.fromkeys(program.inputs, patches), 0
+    for op in program.ops:
+        rows[op.output] = op.rows(rows[op.inputs[0]])
+        if isinstance(op, Linear):
+            count += 2 * rows[op.output] * prod(program.weights[op.weight].shape)
+        elif isinstance(op, FrameAttend):
+            count += 4 * patches**2 * op.heads * op.head_dim
+    return count

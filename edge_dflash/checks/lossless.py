@@ -17,14 +17,14 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.checks.asking import ByTurns, GivenDrafts
-from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, Snapshot
+from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome, PairShape, Rows, Snapshot
 from edge_dflash.decode.cycle import host_cycle
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.loop import Generation, generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.pictured import Pictured
+from edge_dflash.decode.sampling import Packed
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.weights.formats import Array
 
@@ -299,3 +299,44 @@ def _same_bits(a: Array | None, b: Array | None) -> bool:
 def _describe(array: Array | None) -> str | None:
     """Dtype, shape and checksum of an array; None when it is missing."""
     return None if array is None else f"{array.dtype}{list(array.shape)} crc32 {crc32(array.tobytes()):08x}"
+
+
+@dataclass(frozen=True)
+class GivenDrafts:
+    """Steers a cycle to given drafts, and nothing else."""
+
+    tokens: list[int]
+    tolerant: bool = False
+
+    def drafts(self, rows: Rows, position: int) -> list[int]:
+        """See Steering."""
+        return self.tokens
+
+    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
+        """See Steering."""
+        return [None] * (len(drafts) + 1)
+
+    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
+        """See Steering."""
+        return []
+
+
+class ByTurns(Delegate):
+    """``backend``, whose cycle c verifies at most c mod (K + 1) drafts: each number in turn, and none of them too."""
+
+    def __init__(self, backend: Backend, start: int = 0) -> None:
+        super().__init__(backend)
+        self._cycle = start
+
+    def cycle(self, asked: Asked) -> Cycle:
+        """The backend's own cycle of fewer drafts."""
+        return self._backend.cycle(self._fewer(asked))
+
+    def cycles(self, asked: Sequence[Asked]) -> list[Outcome]:
+        """The backend's own joint cycle, of fewer drafts in each lane."""
+        return self._backend.cycles([self._fewer(one) for one in asked])
+
+    def _fewer(self, asked: Asked) -> Asked:
+        drafts = self._cycle % self.shape.verify_rows
+        self._cycle += 1
+        return replace(asked, drafts=drafts if asked.drafts is None else min(drafts, asked.drafts))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import mean
 from typing import Any
 
-from edge_dflash.checks.bench_lanes import Watching
 from edge_dflash.errors import VerificationError
 from edge_dflash.planner import Planner
+from edge_dflash.runner.job import Observer
 
 MIXES = 8
 
@@ -138,3 +141,32 @@ def _compare(mix: int, alone: Sequence[int], found: Sequence[int]) -> list[Unlik
         if pair[0] != pair[1]:
             return [Unlike(mix, position, pair[0], pair[1])]
     return []
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A cycle that ran."""
+
+    end: float  # time.perf_counter()
+    lanes: int
+    rows: int
+
+
+class Watching(Observer):
+    """Keeps when each cycle ended."""
+
+    def __init__(self) -> None:
+        self.passes: list[_Pass] = []
+
+    def passed(self, lanes: int, rows: int) -> None:
+        """See Observer."""
+        self.passes.append(_Pass(time.perf_counter(), lanes, rows))
+
+    def together(self, lanes: int) -> list[float]:
+        """Seconds from a cycle of so many lanes to the next of as many, and nothing between them."""
+        pairs = pairwise(self.passes)
+        return [after.end - before.end for before, after in pairs if before.lanes == after.lanes == lanes]
+
+    def rows(self, lanes: int) -> float:
+        """Rows of such a cycle, mean."""
+        return mean([one.rows for one in self.passes if one.lanes == lanes] or [0])

@@ -10,8 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from edge_dflash.checks.doctor import Check, gather, healthy, report
-from edge_dflash.checks.doctor_checks import examine
+from edge_dflash.checks.doctor import Check, examine, gather, healthy, report
 from edge_dflash.cli.output import Json, emit_json, show
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from edge_dflash.bench.run import Form
+from edge_dflash.bench.subjects import Prompts
 from edge_dflash.bundle.reader import read_manifest
-from edge_dflash.checks.bench import Form
-from edge_dflash.checks.subjects import Prompts
 from edge_dflash.common.files import LARGE, directory, read_text
 from edge_dflash.decode.pictured import text_ids
 from edge_dflash.demo.actions import plan_schema

@@ -12,19 +12,17 @@ from rich.table import Table
 
 from edge_dflash.backends.selftest import replay
 from edge_dflash.backends.selftest_result import SelfTestResult
+from edge_dflash.bench.provenance import check_report, write_report
+from edge_dflash.bench.subjects import bench_bundle
+from edge_dflash.bench.workload import Workload
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SelfTest, load_selftest
 from edge_dflash.checks.acceptance import AcceptanceCheck, check_acceptance
-from edge_dflash.checks.bench import Workload
-from edge_dflash.checks.bench_lanes import Watching
-from edge_dflash.checks.doctor import gather
+from edge_dflash.checks.doctor import examine, gather
 from edge_dflash.checks.doctor import report as doctor_report
-from edge_dflash.checks.doctor_checks import examine
 from edge_dflash.checks.golden import GoldenComparison, verify_golden
 from edge_dflash.checks.lossless import SAMPLED, SpeculativeRun, Verification, verify_lossless
-from edge_dflash.checks.mixes import MixCheck, verify_mixes
-from edge_dflash.checks.provenance import check_report, write_report
-from edge_dflash.checks.subjects import bench_bundle
+from edge_dflash.checks.mixes import MixCheck, Watching, verify_mixes
 from edge_dflash.cli.build import given_drafter
 from edge_dflash.cli.output import Json, emit_json, named_table, say, show, stages
 from edge_dflash.cli.prompts import bench_prompts, default_prompts, read_prompts

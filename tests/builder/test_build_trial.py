@@ -12,15 +12,14 @@ from fakes import FakeBackend
 from tensorrt_build_support import config, fake, fake_tools, install, on
 
 from edge_dflash.backends.cuda.support import DeviceFacts
+from edge_dflash.bench.provenance import identity
 from edge_dflash.builder import finish as finish_module
 from edge_dflash.builder import trial as trial_module
 from edge_dflash.builder.finish import finish
 from edge_dflash.builder.write import build
 from edge_dflash.bundle.manifest import Trial, dump_manifest, parse_manifest
 from edge_dflash.bundle.reader import Bundle, read_manifest
-from edge_dflash.checks.doctor import BundleFacts, Facts
-from edge_dflash.checks.doctor_checks import engines
-from edge_dflash.checks.provenance import identity
+from edge_dflash.checks.doctor import BundleFacts, Facts, engines
 from edge_dflash.decode.backend import PairShape
 from edge_dflash.errors import BackendError, BuildError, BundleError, VerificationError
 

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.tensorrt.backend import engine_passes
 from edge_dflash.backends.tensorrt.units import bundle_units, engine_units
+from edge_dflash.bench.subjects import Prompts, bench_bundle
+from edge_dflash.bench.workload import Workload
 from edge_dflash.builder.write import build
 from edge_dflash.bundle.manifest import dump_manifest, parse_manifest
 from edge_dflash.bundle.reader import Bundle, read_manifest
-from edge_dflash.checks.bench import Workload
 from edge_dflash.checks.lossless import verify_lossless
-from edge_dflash.checks.subjects import Prompts, bench_bundle
 from edge_dflash.cli import app
 from edge_dflash.decode.backend import Asked
 from edge_dflash.errors import BackendError, BundleError, RequestError

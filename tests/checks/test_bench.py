@@ -26,10 +26,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from edge_dflash.bench.result import Formed, svg
+from edge_dflash.bench.run import Device, run, tiled
+from edge_dflash.bench.workload import Workload, accept_pattern
 from edge_dflash.board.power import EnergyMeter
-from edge_dflash.checks.bench import Device, Workload, run, tiled
-from edge_dflash.checks.bench_result import Formed, svg
-from edge_dflash.checks.forcing import accept_pattern
 from edge_dflash.cli.bench import render
 from edge_dflash.errors import ContextError, RequestError
 

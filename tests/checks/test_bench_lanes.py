@@ -11,12 +11,13 @@ from benchmark_support import FakeCosts, subject
 from golden_pairs import ENGINE, backend, golden
 from rich.console import Console
 
+from edge_dflash.bench.lanes import joint_bytes, with_lanes
+from edge_dflash.bench.run import Device, run
+from edge_dflash.bench.workload import Workload
 from edge_dflash.checks import mixes as mixes_module
-from edge_dflash.checks.asking import ByTurns
-from edge_dflash.checks.bench import Device, Workload, run
-from edge_dflash.checks.bench_lanes import Watching, joint_bytes, with_lanes
-from edge_dflash.checks.mixes import MixCheck, verify_mixes
-from edge_dflash.cli.bench_tables import render
+from edge_dflash.checks.lossless import ByTurns
+from edge_dflash.checks.mixes import MixCheck, Watching, verify_mixes
+from edge_dflash.cli.bench import render
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.errors import VerificationError

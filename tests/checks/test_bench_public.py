@@ -5,7 +5,7 @@ from __future__ import annotations
 import bench_public
 import pytest
 
-from edge_dflash.checks.bench import Workload
+from edge_dflash.bench.workload import Workload
 
 WORK = Workload(context=64, tokens=8, prefill=())
 DECODE = {"tokens_per_second": 500.0, "accept_length": 5.0, "cycles": 10, "ms": 10.0}

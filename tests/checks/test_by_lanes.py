@@ -10,15 +10,12 @@ import pytest
 from paths import ROOT
 from rich.console import Console
 
+from edge_dflash.bench.random_pair import synthetic_pair
 from edge_dflash.board.archs import arch_of_sm
 from edge_dflash.board.profiles import SYSTEM_BYTES, load_board
-from edge_dflash.checks.by_drafts import by_drafts
-from edge_dflash.checks.by_lanes import ACCEPT_LENGTH, LANES, products
-from edge_dflash.checks.expert_bytes import distinct, expert_layers, expert_weights, routed, row_weights
-from edge_dflash.checks.footprint import row_parameters
-from edge_dflash.checks.inspect import inspect_recipe
-from edge_dflash.checks.random_pair import synthetic_pair
-from edge_dflash.cli.inspect_tables import render
+from edge_dflash.checks.footprint import distinct, expert_layers, expert_weights, routed, row_parameters, row_weights
+from edge_dflash.checks.inspect import ACCEPT_LENGTH, LANES, inspect_recipe, products
+from edge_dflash.cli.inspect import render
 from edge_dflash.cli.output import size
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Linear
@@ -76,7 +73,7 @@ def test_experts_are_read_by_the_rows_of_all_lanes():
     layers = expert_layers(programs.verify)
     every = sum(read[name] for op in layers for name in routed(op))
     more = cycles_of(found)[8, 0].bytes - cycles_of(found)[1, 0].bytes
-    experts = [by_drafts(spec, programs, read, found.context, "fp8")[0].experts, cycles_of(found)[8, 0].experts]
+    experts = [found.by_drafts[0].experts, cycles_of(found)[8, 0].experts]
     state = 7 * (found.cycle.delta_state + found.cycle.target_kv)
     assert more == pytest.approx(state + every * (experts[1] - experts[0]) / len(layers[0].gates), rel=1e-3)
 

@@ -20,8 +20,10 @@ from edge_dflash.board.state import BoardState, read_board_state
 from edge_dflash.bundle.manifest import EngineFiles
 from edge_dflash.checks import doctor as gathering
 from edge_dflash.checks.doctor import (
+    CODES,
     BundleFacts,
     Facts,
+    examine,
     gather,
     healthy,
     look_at,
@@ -29,7 +31,6 @@ from edge_dflash.checks.doctor import (
     report,
     tensorrt_versions,
 )
-from edge_dflash.checks.doctor_checks import CODES, examine
 
 THOR = DeviceFacts("NVIDIA Thor", 110, (13, 0), True)
 RUNNING = {"LoadState": "loaded", "ActiveState": "active", "SubState": "running", "NRestarts": "0"}

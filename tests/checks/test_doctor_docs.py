@@ -10,7 +10,7 @@ import pytest
 import typer
 
 import edge_dflash.cli
-from edge_dflash.checks.doctor_checks import CODES
+from edge_dflash.checks.doctor import CODES
 from edge_dflash.common.files import directory
 
 DOCS = directory("deploy").parent / "docs"

@@ -6,11 +6,10 @@ from functools import cache
 import pytest
 from rich.console import Console
 
+from edge_dflash.bench.random_pair import kind_recipe, synthetic_pair
 from edge_dflash.board.profiles import load_board
-from edge_dflash.checks.expert_bytes import distinct, expert_layers, streamed_bytes
-from edge_dflash.checks.footprint import Costs, row_parameters
+from edge_dflash.checks.footprint import Costs, distinct, expert_layers, row_parameters, streamed_bytes
 from edge_dflash.checks.inspect import inspect_recipe
-from edge_dflash.checks.random_pair import kind_recipe, synthetic_pair
 from edge_dflash.cli.inspect import render
 from edge_dflash.model import pair_programs
 from edge_dflash.weights.recipe import Recipe, default_recipe

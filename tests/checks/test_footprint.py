@@ -4,9 +4,9 @@ from math import prod
 
 import pytest
 
+from edge_dflash.bench.random_pair import kind_recipe, synthetic_pair
 from edge_dflash.checks import footprint
 from edge_dflash.checks.footprint import Costs
-from edge_dflash.checks.random_pair import kind_recipe, synthetic_pair
 from edge_dflash.model import pair_programs
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.program import DeltaState, KvState

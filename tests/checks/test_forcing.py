@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from edge_dflash.checks.expert_bytes import distinct
-from edge_dflash.checks.forcing import PROFILES, profile_pattern, reached, routing
+from edge_dflash.bench.workload import PROFILES, profile_pattern, reached, routing
+from edge_dflash.checks.footprint import distinct
 from edge_dflash.errors import RequestError
 from edge_dflash.model.experts import Experts
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from golden_pairs import directories, golden, pair, store
 
-from edge_dflash.checks.golden import check_golden, verify_golden
-from edge_dflash.checks.golden_pictures import picture_names
+from edge_dflash.checks.golden import check_golden, picture_names, verify_golden
 from edge_dflash.errors import VerificationError
 from edge_dflash.weights.formats import WideWeight
 

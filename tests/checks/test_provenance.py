@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from edge_dflash.checks import provenance
-from edge_dflash.checks.provenance import append, check_record
+from edge_dflash.bench import provenance
+from edge_dflash.bench.provenance import append, check_record
 from edge_dflash.errors import RequestError
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from random_words import random_words
 from synthetic import CONFIGS
 
 from edge_dflash.backends.cuda.memory import DevicePointer
-from edge_dflash.checks.random_pair import (
+from edge_dflash.bench.random_pair import (
     KV_SCALE,
     Making,
     RandomWeights,

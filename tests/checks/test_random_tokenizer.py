@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from grammar_support import compile_schema
 
-from edge_dflash.checks.random_pair import LEAST, synthetic_tokenizer
-from edge_dflash.checks.subjects import SCENE_STEPS, STEPS, WORDS
+from edge_dflash.bench.random_pair import LEAST, synthetic_tokenizer
+from edge_dflash.bench.subjects import SCENE_STEPS, STEPS, WORDS
 from edge_dflash.decode.sampling import unpack
 from edge_dflash.errors import RequestError
 

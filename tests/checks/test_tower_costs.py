@@ -11,9 +11,9 @@ from synthetic import CONFIGS
 
 from edge_dflash.board.archs import find_arch
 from edge_dflash.board.profiles import load_board
+from edge_dflash.checks.footprint import picture_patches, tower_costs, tower_operations
 from edge_dflash.checks.inspect import inspect_recipe
-from edge_dflash.checks.tower_costs import operations, picture_patches, tower_costs
-from edge_dflash.cli.inspect_tables import render
+from edge_dflash.cli.inspect import render
 from edge_dflash.decode.sights import SEEN_BYTES
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_pair
@@ -52,7 +52,7 @@ def test_an_h200_takes_what_was_measured():
     one = next(row for row in measured if row["frames"] == 1 and row["weights"] == "bf16")
     arch = find_arch("sm90")
     programs = pair_programs(PAIR)
-    found = tower_costs(PAIR.target.vision, programs.see, dict.fromkeys(programs.see.weights, 0), arch, arch.chip)
+    found = tower_costs(PAIR, programs, dict.fromkeys(programs.see.weights, 0), arch, arch.chip)
     assert found.operations == one["operations"]
     assert found.milliseconds == pytest.approx(one["kernels_ms"], rel=0.02)
 
@@ -81,7 +81,7 @@ def test_work_grows_with_the_picture():
     program, spec = pair_programs(PAIR).see, PAIR.target.vision
     assert picture_patches(spec) == 1900
     attention = [27 * 4 * H * patches**2 for patches in (1900, 7600)]  # among all patches
-    assert operations(program, 7600) - attention[1] == 4 * (operations(program, 1900) - attention[0])
+    assert tower_operations(program, 7600) - attention[1] == 4 * (tower_operations(program, 1900) - attention[0])
 
 
 def test_a_small_pair_scratches_for_a_picture():

@@ -10,8 +10,8 @@ from benchmark_support import Clock, TimedBackend, device, subject
 from cli_support import last_json
 
 import edge_dflash.cli.bench as bench_module
-from edge_dflash.checks import subjects
-from edge_dflash.checks.bench import run
+from edge_dflash.bench import subjects
+from edge_dflash.bench.run import run
 from edge_dflash.errors import BackendError
 
 

@@ -7,9 +7,10 @@ import pytest
 from benchmark_support import Clock, TimedBackend, device, subject
 from rich.console import Console
 
-from edge_dflash.checks.bench import Workload, run
+from edge_dflash.bench.run import run
+from edge_dflash.bench.workload import Workload
 from edge_dflash.cli import output
-from edge_dflash.cli.bench_tables import render
+from edge_dflash.cli.bench import render
 from edge_dflash.cli.plans import logprob_table
 from edge_dflash.decode.sampling import TokenLogprob
 

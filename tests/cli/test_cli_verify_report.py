@@ -68,7 +68,7 @@ def test_what_was_found_is_printed_also_when_the_report_cannot_be_written_after_
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(command, "_bench", lambda bundle: None)
-    monkeypatch.setattr("edge_dflash.checks.provenance.write_whole", full)
+    monkeypatch.setattr("edge_dflash.bench.provenance.write_whole", full)
     argv = ("--count", 1, "--max-new-tokens", 4, "--report", tmp_path / "r.json")
     code, out, err = cli("verify", ids_bundle, *argv)
     assert code == 1

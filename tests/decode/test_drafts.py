@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from fakes import SHAPE, FakeBackend
 
-from edge_dflash.checks.asking import ByTurns
+from edge_dflash.checks.lossless import ByTurns
 from edge_dflash.decode.backend import row_steps
 from edge_dflash.decode.controls import Controls, Pace
 from edge_dflash.decode.drafts import (

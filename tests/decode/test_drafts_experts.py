@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from fakes import SHAPE, FakeBackend
 
-from edge_dflash.checks.forcing import reached
+from edge_dflash.bench.workload import reached
 from edge_dflash.decode.backend import row_steps
 from edge_dflash.decode.drafts import DraftChoice, Seconds, VaryingSeconds
 

@@ -491,7 +491,7 @@ def test_slices_of_the_vocabulary_change_no_mask():
     """Pieces of strings are taken or left by length; the library's own, coarser slices are the reference."""
     from llguidance import LLMatcher, LLTokenizer
 
-    from edge_dflash.checks.random_pair import synthetic_tokenizer
+    from edge_dflash.bench.random_pair import synthetic_tokenizer
 
     words = synthetic_tokenizer(4096)
     ours = Vocabulary(words.to_json(), words.size, (words.eos_token_id,)).tokenizer

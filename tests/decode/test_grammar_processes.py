@@ -34,7 +34,7 @@ from grammar_support import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_dflash.checks.random_pair import synthetic_tokenizer
+from edge_dflash.bench.random_pair import synthetic_tokenizer
 from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.controls import ENDLESS, Controls, Interrupted, Patience
 from edge_dflash.decode.grammar import compiled as module

@@ -16,8 +16,8 @@ from random import Random
 from statistics import median
 
 from edge_dflash.backends.cuda.measured import force
-from edge_dflash.checks.bench import Workload
-from edge_dflash.checks.subjects import CUBINS, probe_device, synthetic_subject
+from edge_dflash.bench.subjects import CUBINS, probe_device, synthetic_subject
+from edge_dflash.bench.workload import Workload
 from edge_dflash.decode.backend import Asked, row_steps
 from edge_dflash.decode.drafts import measure
 from edge_dflash.decode.sampling import Sampling

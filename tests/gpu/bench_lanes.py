@@ -18,9 +18,9 @@ import numpy as np
 
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.measured import force
+from edge_dflash.bench.random_pair import RandomWeights, synthetic_pair
+from edge_dflash.bench.subjects import CUBINS, probe_device
 from edge_dflash.checks.footprint import Costs, Traffic
-from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair
-from edge_dflash.checks.subjects import CUBINS, probe_device
 from edge_dflash.decode.backend import Asked, Precision
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.model import pair_programs

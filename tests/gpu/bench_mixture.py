@@ -11,8 +11,9 @@ import json
 from functools import partial
 from pathlib import Path
 
-from edge_dflash.checks.bench import Workload, run
-from edge_dflash.checks.subjects import CUBINS, probe_device, synthetic_subject
+from edge_dflash.bench.run import run
+from edge_dflash.bench.subjects import CUBINS, probe_device, synthetic_subject
+from edge_dflash.bench.workload import Workload
 
 
 def show(result):

@@ -16,7 +16,7 @@ from native_backend_support import ENGINE, device_cubin  # noqa: E402
 from edge_dflash.backends.cuda.backend import NativeBackend  # noqa: E402
 from edge_dflash.backends.cuda.measured import force, profile  # noqa: E402
 from edge_dflash.backends.cuda.steps import Convolve, Draft  # noqa: E402
-from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair  # noqa: E402
+from edge_dflash.bench.random_pair import RandomWeights, synthetic_pair  # noqa: E402
 from edge_dflash.decode.backend import Asked  # noqa: E402
 from edge_dflash.decode.sampling import GREEDY, Sampling  # noqa: E402
 

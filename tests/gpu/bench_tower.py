@@ -31,12 +31,12 @@ from edge_dflash.backends.cuda.linear import LinearWeights
 from edge_dflash.backends.cuda.memory import Allocator
 from edge_dflash.backends.cuda.support import device_sm
 from edge_dflash.backends.cuda.tower import Tower, TowerLayout
+from edge_dflash.bench.provenance import ClockSample, describe
+from edge_dflash.bench.random_pair import RandomWeights, synthetic_tokenizer
+from edge_dflash.bench.subjects import CUBINS, probe_device
 from edge_dflash.board.archs import arch_of_sm
+from edge_dflash.checks.footprint import PICTURE, tower_operations
 from edge_dflash.checks.inspect import default_chunk
-from edge_dflash.checks.provenance import ClockSample, describe
-from edge_dflash.checks.random_pair import RandomWeights, synthetic_tokenizer
-from edge_dflash.checks.subjects import CUBINS, probe_device
-from edge_dflash.checks.tower_costs import PICTURE, operations
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_pair
@@ -154,7 +154,7 @@ def tower_row(gpu, tower, see, program, patches, count, form, rate):
     wall = middle(lambda: [see(picture) for picture in pictures] and None)
     rows = len(pictures[0].levels)
     kernels = count * middle(lambda: gpu.seconds(partial(tower._compute, rows)))
-    work = count * sum(operations(program, rows))
+    work = count * sum(tower_operations(program, rows))
     row = {"frames": count, "weights": form, "patches": rows, "tokens": count * pictures[0].tokens, "operations": work}
     row |= {"ms": 1e3 * wall, "kernels_ms": 1e3 * kernels, "operations_s": work / wall}
     return row | {"of_matmul": work / wall / rate if rate else None}

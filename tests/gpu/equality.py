@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(Path(__file__).p
 from native_backend_support import ENGINE, device_cubin, native, prompt  # noqa: E402
 
 from edge_dflash.backends.cuda.backend import NativeBackend  # noqa: E402
-from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair  # noqa: E402
+from edge_dflash.bench.random_pair import RandomWeights, synthetic_pair  # noqa: E402
 
 NEW = 33  # tokens of a run
 

@@ -19,7 +19,7 @@ from native_backend_support import ENGINE, device_cubin  # noqa: E402
 from test_native_lanes import PAIRS, Mix  # noqa: E402
 
 from edge_dflash.backends.cuda.backend import NativeBackend  # noqa: E402
-from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair  # noqa: E402
+from edge_dflash.bench.random_pair import RandomWeights, synthetic_pair  # noqa: E402
 
 
 @cache

@@ -12,8 +12,7 @@ from golden_pairs import same_bits
 from native_backend_support import ENGINE, WIDE_KV, Nearness, native, prompt
 
 from edge_dflash.backends.cuda.measured import force, profile
-from edge_dflash.checks.asking import ByTurns
-from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
+from edge_dflash.checks.lossless import Adversary, ByTurns, drafters, oracle_until
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.delegate import Delegate

@@ -15,8 +15,7 @@ from test_native_backend import OPTIONS, Rule
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.rows import NativeRows
 from edge_dflash.backends.reference.backend import ReferenceBackend
-from edge_dflash.checks.asking import ByTurns
-from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
+from edge_dflash.checks.lossless import Adversary, ByTurns, drafters, oracle_until
 from edge_dflash.decode.backend import Asked, Precision
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import generate

@@ -17,8 +17,8 @@ from native_backend_support import ENGINE, checkpoint, native, reference, rms
 from pictures_support import ask
 from session_support import state_of
 
-from edge_dflash.checks.bench_lanes import Watching
 from edge_dflash.checks.lossless import Adversary, noise, oracle_until, staircase
+from edge_dflash.checks.mixes import Watching
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import collect, generate

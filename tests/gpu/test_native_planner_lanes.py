@@ -6,7 +6,7 @@ import pytest
 from native_backend_support import native, prompt
 
 from edge_dflash.backends.cuda.rows import NativeRows
-from edge_dflash.checks.bench_lanes import Watching
+from edge_dflash.checks.mixes import Watching
 from edge_dflash.planner import Planner
 
 pytestmark = pytest.mark.gpu

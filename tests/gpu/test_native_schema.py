@@ -14,8 +14,7 @@ from native_backend_support import prompt
 from test_native_backend import OPTIONS
 from test_native_drafters import PAIRS, native
 
-from edge_dflash.checks.asking import ByTurns
-from edge_dflash.checks.lossless import Adversary, noise, oracle_until, staircase
+from edge_dflash.checks.lossless import Adversary, ByTurns, noise, oracle_until, staircase
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import generate
 

@@ -13,7 +13,7 @@ BRANCHES = ("o_proj", "down_proj")
 
 
 def rms(name, shape):
-    """As checks/random_pair.py: a linear keeps its input's RMS, a residual branch a quarter; norms are neutral."""
+    """As bench/random_pair.py: a linear keeps its input's RMS, a residual branch a quarter; norms are neutral."""
     if len(shape) == 1:
         return None
     if "embed_tokens" in name:

@@ -10,8 +10,7 @@ import pytest
 from calib.demo.evaluate import heldout_tasks
 from edge_dflash.backends import load
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.checks.asking import ByTurns
-from edge_dflash.checks.lossless import Adversary, drafters, oracle
+from edge_dflash.checks.lossless import Adversary, ByTurns, drafters, oracle
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.demo.actions import plan_schema, schema_problems
 from edge_dflash.errors import RequestError

@@ -55,9 +55,9 @@ from edge_dflash.backends.cuda.small import CycleKernels, Small
 from edge_dflash.backends.cuda.states import Sizes, States
 from edge_dflash.backends.cuda.steps import Copy, Gather, Head, Mix, Multiply, Normalise, Project, State
 from edge_dflash.backends.cuda.tower import Looked, Product, Tower, TowerLayout
-from edge_dflash.checks.forcing import routing
-from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair
-from edge_dflash.checks.tower_costs import picture_patches
+from edge_dflash.bench.random_pair import RandomWeights, synthetic_pair
+from edge_dflash.bench.workload import routing
+from edge_dflash.checks.footprint import picture_patches
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Attend, GatedDelta

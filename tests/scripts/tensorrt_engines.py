@@ -29,7 +29,7 @@ import numpy as np
 from edge_dflash.backends.tensorrt.compile import Compiler
 from edge_dflash.backends.tensorrt.flavours import flavour_of, load, version
 from edge_dflash.backends.tensorrt.units import Unit, bundle_units, engine_units
-from edge_dflash.checks.random_pair import pair_names, synthetic_pair
+from edge_dflash.bench.random_pair import pair_names, synthetic_pair
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec

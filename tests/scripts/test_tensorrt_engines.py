@@ -7,7 +7,7 @@ import pytest
 from tensorrt_build_support import VERSION, FakeCompiler
 
 from edge_dflash.backends.tensorrt.units import bundle_units, engine_units
-from edge_dflash.checks.random_pair import synthetic_pair
+from edge_dflash.bench.random_pair import synthetic_pair
 from edge_dflash.model import pair_programs
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
 from edge_dflash.weights.recipe import Recipe, default_recipe

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 from fakes import FakeBackend, FakeRows
 
-from edge_dflash.checks import bench, measure
-from edge_dflash.checks.bench import Device, Subject
+from edge_dflash.bench import measure
+from edge_dflash.bench import run as bench
+from edge_dflash.bench.run import Device, Subject
 from edge_dflash.checks.footprint import Traffic
 from edge_dflash.decode import drafts, loop
 from edge_dflash.decode.backend import Cycle, PairShape
@@ -90,7 +91,7 @@ class TimedBackend(FakeBackend):
 
     def verify(self, ids, lane=0, parents=None):
         self.clock.now += PLAIN if len(ids) == 1 else self._slow * (VERIFY + REST)
-        self._flight = list(ids)
+        self._flight, self._parents = list(ids), list(range(-1, len(ids) - 1))
         return self._rows([1] * len(ids))
 
     def cycle(self, asked):
@@ -99,7 +100,7 @@ class TimedBackend(FakeBackend):
         most = self.shape.block_size - 1 if asked.drafts is None else asked.drafts
         accepted = min(self._begin_cycle(), most)
         self.clock.now += self._slow * (PROPOSE + VERIFY + REST)
-        self._flight = [1] * (accepted + 1)
+        self._flight, self._parents = [1] * (accepted + 1), list(range(-1, accepted))
         return Cycle((1,) * (accepted + 1), accepted, most, PROPOSE, VERIFY)
 
     def _begin_cycle(self):

@@ -23,6 +23,7 @@ FLOORS = (
     "serve",
     "install",
     "demo",
+    "bench",
     "cli",
     "__main__",
     "__init__",

@@ -10,7 +10,7 @@ from golden_pairs import ENGINE, backend, golden, same_bits
 from pictures_support import mixed, picture
 from session_support import state_of
 
-from edge_dflash.checks.asking import GivenDrafts
+from edge_dflash.checks.lossless import GivenDrafts
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import decode, given, turns

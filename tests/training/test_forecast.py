@@ -6,7 +6,7 @@ from math import prod
 import pytest
 import torch
 
-from edge_dflash.checks.random_pair import synthetic_pair
+from edge_dflash.bench.random_pair import synthetic_pair
 from edge_dflash.common.files import directory
 from edge_dflash.demo.tasks import MODELS
 from edge_dflash.errors import RequestError

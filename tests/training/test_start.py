@@ -7,7 +7,7 @@ import pytest
 import torch
 from golden_pairs import EXPERTS, GOLDEN, NAMES, WALKS, directories, pair, store
 
-from edge_dflash.checks.random_pair import synthetic_pair
+from edge_dflash.bench.random_pair import synthetic_pair
 from edge_dflash.errors import CheckpointError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_drafter_spec, read_pair

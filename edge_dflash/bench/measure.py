@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from statistics import mean, median
 from typing import TYPE_CHECKING, cast
 
+from edge_dflash.bench.provenance import ClockSample
+from edge_dflash.bench.result import ByDrafts, CycleTimes, Decode, DeviceMemory, PassTime, Prefill
 from edge_dflash.board.power import EnergyMeter
-from edge_dflash.checks.bench_result import ByDrafts, CycleTimes, Decode, DeviceMemory, PassTime, Prefill
 from edge_dflash.checks.footprint import Costs, Traffic
-from edge_dflash.checks.provenance import ClockSample
 from edge_dflash.decode import backend as base
 from edge_dflash.decode.backend import Asked, Backend, row_steps
 from edge_dflash.errors import BackendError

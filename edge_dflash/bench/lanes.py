@@ -7,48 +7,20 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from statistics import mean, median, quantiles
 
-from edge_dflash.checks.bench import Device, Say, Subject, Workload
-from edge_dflash.checks.bench_result import BenchResult, Company, LaneLoad, PassTime
+from edge_dflash.bench.result import BenchResult, Company, LaneLoad, PassTime
+from edge_dflash.bench.run import Device, Say, Subject
+from edge_dflash.bench.workload import Workload
 from edge_dflash.checks.footprint import Costs, Traffic
+from edge_dflash.checks.mixes import Watching
 from edge_dflash.planner import Planner
-from edge_dflash.runner.job import Observer
 
 ONE_MORE = 12  # requests of the one that is watched, alone and in company
 DEADLINES = 8  # requests with a deadline
 SHARE = 0.5  # of the time that a request takes in company: its deadline
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """A cycle that ran."""
-
-    end: float  # time.perf_counter()
-    lanes: int
-    rows: int
-
-
-class Watching(Observer):
-    """Keeps when each cycle ended."""
-
-    def __init__(self) -> None:
-        self.passes: list[_Pass] = []
-
-    def passed(self, lanes: int, rows: int) -> None:
-        """See Observer."""
-        self.passes.append(_Pass(time.perf_counter(), lanes, rows))
-
-    def together(self, lanes: int) -> list[float]:
-        """Seconds from a cycle of so many lanes to the next of as many, and nothing between them."""
-        pairs = pairwise(self.passes)
-        return [after.end - before.end for before, after in pairs if before.lanes == after.lanes == lanes]
-
-    def rows(self, lanes: int) -> float:
-        """Rows of such a cycle, mean."""
-        return mean([one.rows for one in self.passes if one.lanes == lanes] or [0])
 
 
 def with_lanes(result: BenchResult, subject: Subject, device: Device, work: Workload, say: Say) -> BenchResult:

@@ -14,16 +14,16 @@ import numpy as np
 
 from edge_dflash.backends.cuda.compile import ARCHS, cached_cubin
 from edge_dflash.backends.cuda.support import device_sm
+from edge_dflash.bench.lanes import with_lanes
+from edge_dflash.bench.measure import matmul_rate, read_bandwidth
+from edge_dflash.bench.random_pair import RandomWeights, synthetic_pair, synthetic_tokenizer
+from edge_dflash.bench.result import BenchResult
+from edge_dflash.bench.run import Device, Form, Say, Subject, run, tiled
+from edge_dflash.bench.workload import Workload, routing
 from edge_dflash.board.archs import arch_of_sm
 from edge_dflash.bundle.reader import read_manifest
-from edge_dflash.checks.bench import Device, Form, Say, Subject, Workload, run, tiled
-from edge_dflash.checks.bench_lanes import with_lanes
-from edge_dflash.checks.bench_result import BenchResult
 from edge_dflash.checks.footprint import Costs
-from edge_dflash.checks.forcing import routing
 from edge_dflash.checks.inspect import default_chunk
-from edge_dflash.checks.measure import matmul_rate, read_bandwidth
-from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair, synthetic_tokenizer
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError, BuildError, RequestError
 from edge_dflash.model import pair_programs
