@@ -18,7 +18,7 @@ from edge_dflash.bundle.manifest import fingerprint
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common import rules
 from edge_dflash.common.progress import CHECKING, LOADING, SELF_TEST, Progress, shown
-from edge_dflash.common.rules import Rule
+from edge_dflash.common.rules import PATH, TEXT
 from edge_dflash.decode.backend import Backend, PairShape
 from edge_dflash.decode.drafts import draft_choice
 from edge_dflash.decode.grammar.compiled import hold, warm_up
@@ -46,19 +46,15 @@ if TYPE_CHECKING:
 __all__ = ["AsyncPlanStream", "PlanStream", "Planner", "Task"]
 
 
-def _progress(value: Any) -> Any:
-    return value if isinstance(value, bool) else rules.called(value)
-
-
 _CLOSE_SECONDS = 10.0  # wait for the worker of a planner that was left without being closed
 _ARGUMENTS = {
-    "stop_token_ids": Rule(rules.sequence_of(Integral), "a list of token ids"),
-    "bundle": Rule(rules.text, "the fingerprint of a bundle"),
-    "path": Rule(rules.path, "the path of a directory or file"),
-    "progress": Rule(_progress, "a function of (stage, done, total), True or False"),
-    "observer": Rule(rules.optional(rules.having(*OBSERVED)), "an Observer, or None"),
-    "session": Rule(rules.instance_of(PlannerSession), "one that session() of this planner made"),
-    "system": Rule(rules.optional(rules.text), "the text of a system prompt, or None"),
+    "stop_token_ids": rules.sequence_of(Integral, "a list of token ids"),
+    "bundle": TEXT.saying("the fingerprint of a bundle"),
+    "path": PATH.saying("the path of a directory or file"),
+    "progress": rules.either(rules.FLAG, rules.FUNCTION, "a function of (stage, done, total), True or False"),
+    "observer": rules.having(OBSERVED, "an Observer").or_none(),
+    "session": rules.instance_of(PlannerSession, "one that session() of this planner made"),
+    "system": TEXT.saying("the text of a system prompt").or_none(),
 }
 
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from edge_dflash.common.rules import Rule, checked, is_deeper
-from edge_dflash.common.rules import path as any_path
+from edge_dflash.common.rules import PATH, checked, is_deeper
 from edge_dflash.decode.options import Options, PlanOptions, Task, as_messages
 from edge_dflash.decode.pictured import Placed
 from edge_dflash.decode.saved import SessionState, load_session, save_session
@@ -34,7 +33,7 @@ from edge_dflash.text.template import Message
 if TYPE_CHECKING:
     from edge_dflash.planner import Planner
 
-_ARGUMENTS = {"path": Rule(any_path, "the path of a file")}
+_ARGUMENTS = {"path": PATH.saying("the path of a file")}
 
 
 class PlannerSession:

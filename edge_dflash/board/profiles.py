@@ -13,13 +13,13 @@ from typing import Any
 from edge_dflash.board.archs import Arch, find_arch
 from edge_dflash.board.rates import Chip
 from edge_dflash.common.files import directory
-from edge_dflash.common.tables import Table, read_table
+from edge_dflash.common.rules import LINE, Items, Object, Rule, ValueReader, whole
+from edge_dflash.common.tables import read_yaml
 from edge_dflash.errors import BackendError, RecipeError
 
 # Bytes of a board's memory that a pair cannot have: about 1 GB for Linux and its services without a desktop, about 1 GB
 # for the driver, the CUDA context and this program. A desktop, ROS or cameras come on top.
 SYSTEM_BYTES = 2_000_000_000
-_TEXT, _READ = "text in quotes", "read_bandwidth_bytes_per_s"
 
 
 @dataclass(frozen=True)
@@ -137,53 +137,58 @@ def board_profiles() -> tuple[BoardProfile, ...]:
     return tuple(sorted(boards, key=lambda b: b.name))
 
 
+def _sm(value: Any) -> int:
+    """Compute capability: a number such as 110, or an arch in any of its spellings."""
+    if not isinstance(value, str):
+        return int(_POSITIVE.take(value))
+    return find_arch(value).sm
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise TypeError
+    return tuple(map(str, value))
+
+
+def _table(kind: type[Any], **rules: ValueReader) -> Object:
+    """All fields of a dataclass, each of which must be given; those without a rule are texts."""
+    names = sorted(kind.__dataclass_fields__)
+    needed = dict.fromkeys(names, "add it")
+    return Object({name: rules.get(name, LINE) for name in names}, needed)
+
+
+_POSITIVE = whole(1).saying("a positive integer")
+_COUNT = whole(0).saying("an integer from 0, or null").or_none()
+_NAMES = Rule(_names, "give a list")
+_BOARD = _table(
+    BoardProfile,
+    aliases=_NAMES,
+    models=_NAMES,
+    sm=Rule(_sm, "give a positive integer or an arch"),
+    memory_bytes=_POSITIVE,
+    memory_bandwidth_bytes_per_s=_POSITIVE,
+    read_bandwidth_bytes_per_s=_POSITIVE.or_none(),
+    multiprocessors=_POSITIVE,
+    gpu_clock_hz=_POSITIVE,
+    power_modes=Items(_table(PowerMode, id=_COUNT, watts=_COUNT)),
+    jetpacks=Items(_table(JetPackVersion)),
+    notes=Items(_table(Note)),
+)
+
+
 def read_board(path: Path) -> BoardProfile:
     """Read one profile. Raises RecipeError naming file, key, value found and what is accepted."""
-    table = read_table(path, _keys(BoardProfile), "jetson/README.md", complete=True)
-    return BoardProfile(
-        name=table.text("name", None, _TEXT).lower(),
-        title=table.text("title", None, _TEXT),
-        aliases=tuple(str(alias).lower() for alias in table.items("aliases")),
-        models=tuple(str(model) for model in table.items("models")),
-        sm=_sm(table),
-        memory_bytes=table.positive("memory_bytes"),
-        memory_bandwidth_bytes_per_s=table.positive("memory_bandwidth_bytes_per_s"),
-        read_bandwidth_bytes_per_s=_measured(table),
-        multiprocessors=table.positive("multiprocessors"),
-        gpu_clock_hz=table.positive("gpu_clock_hz"),
-        power_modes=tuple(
-            PowerMode(mode.optional_int("id"), mode.text("name", None, _TEXT), mode.optional_int("watts"))
-            for mode in table.children("power_modes", _keys(PowerMode))
-        ),
-        jetpacks=tuple(
-            JetPackVersion(*(version.text(key, None, _TEXT) for key in JetPackVersion.__dataclass_fields__))
-            for version in table.children("jetpacks", _keys(JetPackVersion))
-        ),
-        notes=tuple(
-            Note(note.text("fact", None, _TEXT), note.text("source", None, _TEXT))
-            for note in table.children("notes", _keys(Note))
-        ),
-    )
-
-
-def _keys(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(sorted(kind.__dataclass_fields__))
-
-
-def _measured(table: Table) -> int | None:
-    """What reads were measured to get: null, or no more than the peak."""
-    if table.get(_READ) is None:
-        return None
-    if (found := table.positive(_READ)) > table.positive("memory_bandwidth_bytes_per_s"):
-        raise table.wrong(_READ, "at most memory_bandwidth_bytes_per_s, or null")
-    return found
-
-
-def _sm(table: Table) -> int:
-    """Compute capability: a number such as 110, or an arch in any of its spellings."""
-    if not isinstance(table.get("sm"), str):
-        return table.positive("sm")
     try:
-        return find_arch(table.get("sm")).sm
+        found = read_yaml(path, _BOARD, "jetson/README.md")
     except BackendError as error:
-        raise RecipeError(f"{table.where}: sm: {error}") from None
+        raise RecipeError(f"{path}: sm: {error}") from None
+    found["name"] = found["name"].lower()
+    found["aliases"] = tuple(alias.lower() for alias in found["aliases"])
+    for key, kind in {"power_modes": PowerMode, "jetpacks": JetPackVersion, "notes": Note}.items():
+        found[key] = tuple(kind(**one) for one in found[key])
+    board = BoardProfile(**found)
+    if (read := board.read_bandwidth_bytes_per_s) is not None and read > board.memory_bandwidth_bytes_per_s:
+        raise RecipeError(
+            f"{path}: read_bandwidth_bytes_per_s is {read}; give at most memory_bandwidth_bytes_per_s, or null"
+        )
+    return board

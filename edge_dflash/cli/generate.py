@@ -31,29 +31,12 @@ from edge_dflash.cli.plans import (
 )
 from edge_dflash.common.files import LARGE, is_file, read_bytes
 from edge_dflash.decode.grammar.schema_check import schema_text
-from edge_dflash.decode.options import Options, PlanOptions
+from edge_dflash.decode.options import DECLARED, Declaration, Options, PlanOptions
 from edge_dflash.errors import RequestError
 from edge_dflash.pictures.decode import opened
 from edge_dflash.planner import Planner, Task
 from edge_dflash.result import Plan
 from edge_dflash.runner.planning import MOST_CANDIDATES
-
-# Options of a request as flags: how a value is written (None: the flag has none and switches it on), and the help.
-FLAGS: dict[str, tuple[str | None, str]] = {
-    "raw": (None, "Use the text as it is: no chat template, control tokens by name."),
-    "schema": ("FILE|JSON", "The answer is JSON of this JSON Schema: a file, or the schema itself."),
-    "regex": ("REGEX", "The answer matches this regular expression as a whole."),
-    "grammar": ("FILE|TEXT", "The answer matches this Lark grammar: a file, or 'start: ...'."),
-    "deadline": ("SECONDS", "End in this time, with what is there by then; loading is not counted."),
-    "max_new_tokens": ("N", "Token budget; default: what the context holds."),
-    "temperature": ("T", "0, and below 0.0001, takes the best token each time."),
-    "top_k": ("K", "Draw from the K best tokens; 0: from all."),
-    "top_p": ("P", "Draw from the best tokens of this probability mass."),
-    "seed": ("N", "Makes a drawn answer repeatable."),
-    "logprobs": ("N", "Show how likely each token was, beside N others; 0: it alone."),
-    "draft_confidence": ("C", "Verify no draft from the first on that the drafter is less sure of, 0 to 1."),
-    "thinking": (None, "Let the chat template ask for thinking."),
-}
 
 Images = Annotated[
     list[Path] | None,
@@ -158,17 +141,17 @@ def _answer(
     return plan, joules
 
 
-def _flag(name: str) -> Parameter:
+def _flag(name: str, place: Declaration) -> Parameter:
     """The flag of an option, with its type and what holds without it."""
-    metavar, text = FLAGS[name]
-    info = typer.Option(metavar=metavar, help=text) if metavar else typer.Option(f"--{name}", help=text)
+    info = typer.Option(metavar=place.flag, help=place.doc) if place.flag else typer.Option(f"--{name}", help=place.doc)
     kind = str | None if name == "schema" else get_type_hints(PlanOptions)[name]
     default = Options.__dataclass_fields__[name].default
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
 
 _own = list(signature(generate, eval_str=True).parameters.values())
-generate.__signature__ = Signature([*_own[:4], *map(_flag, FLAGS), *_own[4:-1]])  # type: ignore[attr-defined]
+_flags = [_flag(name, place) for name, place in DECLARED.items() if place.flag is not None]
+generate.__signature__ = Signature([*_own[:4], *_flags, *_own[4:-1]])  # type: ignore[attr-defined]
 
 
 def _options(flags: dict[str, Any], *, speculative: bool) -> PlanOptions:

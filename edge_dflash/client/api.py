@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from edge_dflash.decode.grammar.schema_check import schema_text
-from edge_dflash.decode.options import CONFIDENCES, PRIORITIES, Options, Task, as_messages, token_ids
+from edge_dflash.decode.options import DECLARED, Options, Task, as_messages, token_ids
 from edge_dflash.errors import RequestError, ServiceError
 from edge_dflash.pictures.decode import data_url
 from edge_dflash.text.images import changed
@@ -16,15 +16,7 @@ from edge_dflash.text.template import Message
 
 OWNER = "edge-dflash"  # of the models that a service of this package lists
 
-# Options that stand under "edge_dflash" of a request by their own names: the type of each, and its range if it has one.
-WORDS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("regex", "grammar", "caller"), (str,)),
-    **dict.fromkeys(("whitespace", "relaxed", "speculative", "raw", "thinking"), (bool,)),
-    "top_k": (int, 0, 2**31),
-    "draft_confidence": (float, *CONFIDENCES),
-    "priority": (int, *PRIORITIES),
-}
-_EXTRAS = tuple(one.name for one in fields(Options) if one.name in WORDS)
+_EXTRAS = tuple(name for name, place in DECLARED.items() if place.http)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from edge_dflash.client.api import pick, with_urls
 from edge_dflash.client.connection import Asking, Connection
 from edge_dflash.common import rules
-from edge_dflash.common.rules import Rule
+from edge_dflash.common.rules import PATH, TEXT
 from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.options import Options, PlanOptions, Task, as_messages, token_ids
 from edge_dflash.errors import EdgeDflashError, RequestError
@@ -27,12 +27,12 @@ from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
 from edge_dflash.text.template import Message
 
 _ARGUMENTS = {
-    "url": Rule(rules.text, "unix:/PATH, or http:// or https:// and the server's address"),
-    "model": Rule(rules.optional(rules.text), "the name of a model of the server, or None"),
-    "api_key": Rule(rules.optional(rules.text), "a text, or None"),
-    "timeout": Rule(rules.number(0.001), "seconds, more than 0"),
-    "system": Rule(rules.optional(rules.text), "the text of a system prompt, or None"),
-    "path": Rule(rules.path, "the name under which the session was saved"),
+    "url": TEXT.saying("unix:/PATH, or http:// or https:// and the server's address"),
+    "model": TEXT.saying("the name of a model of the server").or_none(),
+    "api_key": TEXT.or_none(),
+    "timeout": rules.number(0.001).saying("seconds, more than 0"),
+    "system": TEXT.saying("the text of a system prompt").or_none(),
+    "path": PATH.saying("the name under which the session was saved"),
 }
 
 
@@ -275,4 +275,4 @@ class RemoteSession(AbstractContextManager["RemoteSession"]):
             raise RequestError("a turn of this session is still running; wait for its end, or cancel it")
 
 
-_SESSION = {"session": Rule(rules.instance_of(RemoteSession), "one that session() of this planner made")}
+_SESSION = {"session": rules.instance_of(RemoteSession, "one that session() of this planner made")}

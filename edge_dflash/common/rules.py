@@ -1,8 +1,15 @@
-"""Values that callers give, checked one by one against a table: what each may be, and what it becomes.
+"""What a value may be, declared once: how it is taken, what a message says to give, and its JSON Schema.
 
-A rule takes a value as the rest of the program uses it (numbers of NumPy become Python's) or refuses it. The tables
-stand where the values are used: options of a request in :mod:`edge_dflash.decode.options`, arguments of a planner in
-:mod:`edge_dflash.planner`.
+A :class:`Rule` is of one value; :class:`Items`, :class:`Object` and :class:`Tagged` are of what JSON, TOML and YAML
+nest. All structured input that people write is read by them: options of a request (:mod:`edge_dflash.decode.options`),
+settings of a planner and of the service, bodies over HTTP, recipes and board profiles; what the OpenAPI document
+says of a body is their ``schema``. Above them :mod:`edge_dflash.model.fields` says which keys of a model's config are
+read; files that only this package writes are read by their dataclasses (:mod:`edge_dflash.common.tables`).
+
+Why not msgspec (0.22): of 16 bad bodies of the API its errors named the place of 15, the value that was found of 2,
+what is accepted of 6 and a remedy of none, so a second table with words of all fields would stand above its types; it
+has no slips of the pen, no NumPy numbers and no conditions between fields. It costs 0.7 MB and 14 ms of each start, and
+would have taken the place of about 120 lines here.
 
 Texts must be texts: a lone surrogate (U+D800 to U+DFFF) is no character, and neither UTF-8 nor a tokenizer takes it.
 JSON and Python's strings can hold one, in values and in keys alike: everything that comes in is looked through here.
@@ -14,9 +21,9 @@ import math
 import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from edge_dflash.common.suggest import slip_of
 from edge_dflash.errors import RequestError, short
@@ -34,7 +41,340 @@ SAME: Mapping[str, str] = {
 }
 """Names of other APIs for settings of ours that mean the same."""
 
+Schema: TypeAlias = dict[str, Any]
 _TEXTLESS = (bytes, bytearray, memoryview, array, range)  # sequences that hold no text
+
+
+class FieldError(RequestError):
+    """A value at ``place`` that cannot be taken; ``unknown``: nothing of its name is known there."""
+
+    def __init__(self, message: str, place: str, *, unknown: bool = False) -> None:
+        super().__init__(message)
+        self.place = place
+        self.unknown = unknown
+
+
+class ValueReader(Protocol):
+    """What may stand at a place: a rule, or the rules of what it nests."""
+
+    @property
+    def schema(self) -> Schema:
+        """JSON Schema of it."""
+        ...
+
+    def read(self, value: Any, place: str) -> Any:
+        """The value as the program uses it. Raises FieldError, naming ``place``, the value and what to give."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value may be. ``take`` returns it as it is used; it raises ValueError or TypeError to refuse."""
+
+    take: Callable[[Any], Any]
+    wanted: str  # the remedy that a message ends with: "give ..."
+    schema: Schema = field(default_factory=dict)
+
+    def read(self, value: Any, place: str) -> Any:
+        """See :class:`ValueReader`."""
+        try:
+            return self.take(value)
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            raise FieldError(f"{place} is {short(value)}; {self.wanted}", place) from None
+
+    def saying(self, accepted: str, **schema: Any) -> Rule:
+        """The same rule in other words: ``give`` and what is accepted."""
+        return Rule(self.take, f"give {accepted}", {**self.schema, **schema})
+
+    def or_none(self) -> Rule:
+        """The same, or None."""
+        return Rule(lambda value: None if value is None else self.take(value), f"{self.wanted}, or None", self.schema)
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list."""
+
+    of: ValueReader
+    least: int = 0
+
+    @property
+    def schema(self) -> Schema:
+        """See :class:`ValueReader`."""
+        return {"type": "array", "items": self.of.schema, **({"minItems": self.least} if self.least else {})}
+
+    def read(self, value: Any, place: str) -> list[Any]:
+        """See :class:`ValueReader`."""
+        if not isinstance(value, list):
+            raise FieldError(f"{place} is {short(value)}; give a list", place)
+        if len(value) < self.least:
+            raise FieldError(f"{place} is empty; give at least one", place)
+        return [self.of.read(item, f"{place}[{at}]") for at, item in enumerate(value)]
+
+
+@dataclass(frozen=True)
+class Object:
+    """A mapping with these fields and no others; those of ``needed`` must be there, and it says what to give for them.
+
+    ``lenient``: null counts as absent and 3.0 as 3, as in the OpenAI API.
+    """
+
+    fields: Mapping[str, ValueReader]
+    needed: Mapping[str, str] = field(default_factory=dict)
+    lenient: bool = False
+    also: Schema = field(default_factory=dict)  # what its reader checks of several fields together
+
+    @property
+    def schema(self) -> Schema:
+        """See :class:`ValueReader`."""
+        made: Schema = {"type": "object", "properties": {name: self._field(name) for name in self.fields}}
+        if self.needed:
+            made["required"] = sorted(self.needed)
+        return {**made, **({"allOf": [self.also]} if self.also else {}), "additionalProperties": False}
+
+    def _field(self, name: str) -> Schema:
+        found = self.fields[name].schema
+        if name in self.needed or not found or found == {"type": "null"}:
+            return found
+        return {"anyOf": [found, {"type": "null"}]}
+
+    def read(self, value: Any, place: str = "") -> dict[str, Any]:
+        """The fields that are given; see :class:`ValueReader`."""
+        if not isinstance(value, Mapping):
+            raise FieldError(
+                f"{place or 'the document'} is {short(value)}; give a mapping of {', '.join(self.fields)}", place
+            )
+        given = {name: item for name, item in value.items() if item is not None or not self.lenient}
+        made, before = {}, f"{place}." if place else ""
+        for name, entry in self.fields.items():
+            if name in given:
+                item = given.pop(name)
+                if self.lenient and type(item) is float and item.is_integer() and _is_whole(entry):
+                    item = int(item)
+                made[name] = entry.read(item, before + name)
+            elif name in self.needed:
+                raise FieldError(f"{before}{name} is missing; {self.needed[name]}", before + name)
+        if given:
+            raise unknown_name(str(next(iter(given))), self.fields, before)
+        return made
+
+
+def _is_whole(entry: ValueReader) -> bool:
+    return isinstance(entry, Rule) and entry.schema.get("type") == "integer"
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """A mapping of one of several kinds; the text in its field ``tag`` says of which."""
+
+    tag: str
+    kinds: Mapping[str, Object]
+
+    @property
+    def schema(self) -> Schema:
+        """See :class:`ValueReader`."""
+        made = []
+        for name, kind in self.kinds.items():
+            schema = kind.schema
+            properties = {self.tag: {"type": "string", "const": name}, **schema["properties"]}
+            made.append({**schema, "properties": properties, "required": sorted({self.tag, *kind.needed})})
+        return {"oneOf": made}
+
+    def read(self, value: Any, place: str) -> dict[str, Any]:
+        """See :class:`ValueReader`."""
+        tagged = Object({self.tag: one_of(*self.kinds)}, {self.tag: f"give one of {', '.join(self.kinds)}"})
+        if not isinstance(value, Mapping):
+            raise FieldError(f"{place} is {short(value)}; give an object with {self.tag}", place)
+        found = tagged.read({self.tag: value.get(self.tag)}, place)
+        rest = {name: item for name, item in value.items() if name != self.tag}
+        return {**found, **self.kinds[found[self.tag]].read(rest, place)}
+
+
+def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of Python as their rules take them. Raises RequestError naming the value and what to give.
+
+    Also for a name without a rule; see :func:`refuse_unknown`.
+    """
+    refuse_unknown(rules, values)
+    taken = {}
+    for name, value in values.items():
+        taken[name] = rules[name].read(value, name)
+        if rules[name].take is not PATH.take:  # a file's name may be any bytes
+            refuse_surrogates(value, name)
+    return taken
+
+
+def refuse_unknown(rules: Mapping[str, ValueReader], names: Iterable[str]) -> None:
+    """Raise RequestError for a name without a rule, with the one that it is a slip of, or another API's name of."""
+    if unknown := next((name for name in names if name not in rules), None):
+        raise unknown_name(unknown, rules)
+
+
+def unknown_name(name: str, known: Mapping[str, ValueReader], before: str = "") -> FieldError:
+    """The error of a name that is not known; ``before`` is the place of its object."""
+    refuse_surrogates(name, "the name of an option")
+    near = slip_of(name, known) or SAME.get(name)
+    hint = f"did you mean {near}? " if near in known else ""
+    place = before + (name if len(name) <= 60 else f"{name[:57]}...")
+    return FieldError(f"{place} is unknown; {hint}known are {', '.join(known)}", place, unknown=True)
+
+
+# Rules ----------------------------------------------------------------------------------------------------------------
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        from numpy import bool_  # here, because a grammar's process imports this module, and little else
+
+        if not isinstance(value, bool_):
+            raise TypeError
+    return bool(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _line(value: Any) -> str:
+    if not _text(value).strip():
+        raise ValueError
+    return str(value)
+
+
+def _path(value: Any) -> Any:
+    if not isinstance(value, str | os.PathLike) or not isinstance(found := os.fspath(value), str):
+        raise TypeError
+    if "\0" in found:
+        raise ValueError
+    return value
+
+
+def _called(value: Any) -> Any:
+    if not callable(value):
+        raise TypeError
+    return value
+
+
+def _texts(value: Any) -> Any:
+    found = value if isinstance(value, str) else sequence_of(str, "").take(value)
+    if not all([found] if isinstance(found, str) else found):
+        raise ValueError
+    return found
+
+
+FLAG = Rule(_flag, "give True or False", {"type": "boolean"})
+TEXT = Rule(_text, "give a text", {"type": "string"})
+LINE = Rule(_line, "give text in quotes, not blank", {"type": "string"})
+TEXTS = Rule(_texts, "give a text, or several, none of them empty")
+PATH = Rule(_path, "give a path, as text without NUL or as a path object")
+FUNCTION = Rule(_called, "give a function")
+
+
+def whole(low: float = -math.inf, high: float = math.inf) -> Rule:
+    """A whole number of a range."""
+
+    def take(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
+            raise ValueError
+        return int(value)
+
+    return Rule(take, f"give a whole number{_range(low, high)}", {"type": "integer", **_bounds(low, high)})
+
+
+def number(low: float = -math.inf, high: float = math.inf) -> Rule:
+    """A number of a range; infinity is one where the range has it."""
+
+    def take(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real) or not low <= float(value) <= high:
+            raise ValueError
+        return float(value)
+
+    return Rule(take, f"give a number{_range(low, high)}", {"type": "number", **_bounds(low, high)})
+
+
+def _range(low: float, high: float) -> str:
+    if high < math.inf:
+        return f" from {low} to {high}"
+    return f" of at least {low}" if low > -math.inf else ""
+
+
+def _bounds(low: float, high: float) -> Schema:
+    bounds = {"minimum": low, "maximum": high}
+    return {name: value for name, value in bounds.items() if math.isfinite(value)}
+
+
+def one_of(*accepted: str) -> Rule:
+    """One of some texts."""
+
+    def take(value: Any) -> str:
+        if not isinstance(value, str) or value not in accepted:
+            raise ValueError
+        return value
+
+    return Rule(take, f"give one of {', '.join(accepted)}", {"enum": list(accepted)})
+
+
+def either(first: Rule, second: Rule, accepted: str) -> Rule:
+    """What the one rule takes, or the other."""
+
+    def take(value: Any) -> Any:
+        try:
+            return first.take(value)
+        except (TypeError, ValueError):
+            return second.take(value)
+
+    return Rule(take, f"give {accepted}", first.schema)
+
+
+def only(why: str, *accepted: object) -> Rule:
+    """A field that is known and has one meaning here: everything but ``accepted`` is refused, not dropped."""
+
+    def take(value: Any) -> Any:  # 1 and 1.0 are equal, 1 and True are not
+        if not any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in accepted):
+            raise ValueError
+        return value
+
+    return Rule(take, why, {"enum": list(accepted), "description": why} if accepted else {"type": "null"})
+
+
+def sequence_of(kind: type, accepted: str) -> Rule:
+    """A sequence of values of a type; text is none."""
+
+    def take(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
+            raise TypeError
+        if not all(isinstance(item, kind) for item in value):
+            raise TypeError
+        return tuple(value)
+
+    return Rule(take, f"give {accepted}")
+
+
+def instance_of(kind: type, accepted: str) -> Rule:
+    """An object of a class."""
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise TypeError
+        return value
+
+    return Rule(take, f"give {accepted}")
+
+
+def having(methods: Iterable[str], accepted: str) -> Rule:
+    """An object with these methods."""
+
+    def take(value: Any) -> Any:
+        if not all(callable(getattr(value, method, None)) for method in methods):
+            raise TypeError
+        return value
+
+    return Rule(take, f"give {accepted}")
+
+
+# Texts ----------------------------------------------------------------------------------------------------------------
 
 
 def lone_surrogate(value: Any, where: str) -> str | None:
@@ -60,26 +400,6 @@ def lone_surrogate(value: Any, where: str) -> str | None:
     return None
 
 
-def is_deeper(value: Any, levels: int) -> bool:
-    """Whether a JSON value has objects or arrays in more than so many levels."""
-    level = [value]
-    for _ in range(levels):
-        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [inner for inner in level if isinstance(inner, dict | list)]
-    return bool(level)
-
-
-def refuse_surrogates(value: Any, where: str) -> None:
-    """Raise RequestError, naming the place, when a text inside ``value`` holds a lone surrogate."""
-    if (place := lone_surrogate(value, where)) is not None:
-        raise RequestError(surrogate_message(place))
-
-
-def surrogate_message(place: str) -> str:
-    """The message of such an error."""
-    return f"{place[:200]} holds a lone surrogate (U+D800 to U+DFFF), which is no character; remove it"
-
-
 def _is_text(text: str) -> bool:
     if text.isascii():
         return True
@@ -90,99 +410,11 @@ def _is_text(text: str) -> bool:
     return True
 
 
-Take: TypeAlias = Callable[[Any], Any]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What a value may be. ``take`` returns it as it is used; it raises ValueError or TypeError to refuse."""
-
-    take: Take
-    accepted: str  # for messages, after "give"
-
-
-def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as their rules take them. Raises RequestError naming the value and what is accepted.
-
-    Also for a name without a rule; see :func:`refuse_unknown`.
-    """
-    refuse_unknown(rules, values)
-    taken = {}
-    for name, value in values.items():
-        try:
-            taken[name] = rules[name].take(value)
-        except (TypeError, ValueError, OverflowError, RecursionError):
-            raise RequestError(f"{name} is {short(value)}; give {rules[name].accepted}") from None
-        if rules[name].take is not path:  # a file's name may be any bytes
-            refuse_surrogates(value, name)
-    return taken
-
-
-def refuse_unknown(rules: Mapping[str, Rule], names: Iterable[str]) -> None:
-    """Raise RequestError for a name without a rule, with the one that it is a slip of, or another API's name of."""
-    if unknown := next((name for name in names if name not in rules), None):
-        refuse_surrogates(unknown, "the name of an option")
-        near = slip_of(unknown, rules) or SAME.get(unknown)
-        hint = f"did you mean {near}? " if near in rules else ""
-        raise RequestError(f"{unknown} is unknown; {hint}known are {', '.join(rules)}")
-
-
-# What a value may be --------------------------------------------------------------------------------------------------
-
-
-def flag(value: Any) -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
-        from numpy import bool_  # here, because a grammar's process imports this module, and little else
-
-        if not isinstance(value, bool_):
-            raise TypeError
-    return bool(value)
-
-
-def whole(low: float = -math.inf, high: float = math.inf) -> Take:
-    """A whole number of a range."""
-
-    def take(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-            raise ValueError
-        return int(value)
-
-    return take
-
-
-def number(low: float = -math.inf, high: float = math.inf) -> Take:
-    """A number of a range; infinity is one."""
-
-    def take(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, Real) or not low <= float(value) <= high:
-            raise ValueError
-        return float(value)
-
-    return take
-
-
-def any_number(value: Any) -> float:
-    """A number, NaN too, for a check of its range that comes later."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError
-    return float(value)
-
-
-def text(value: Any) -> str:
-    """A text."""
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def path(value: Any) -> Any:
-    """A path, as text or as a path object. One with a NUL is none: the system would take what stands before it."""
-    if not isinstance(value, str | os.PathLike) or not isinstance(found := os.fspath(value), str):
-        raise TypeError
-    if "\0" in found:
-        raise ValueError
-    return value
+def refuse_surrogates(value: Any, where: str) -> None:
+    """Raise FieldError, naming the place, when a text inside ``value`` holds a lone surrogate."""
+    if (place := lone_surrogate(value, where)) is not None:
+        why = "holds a lone surrogate (U+D800 to U+DFFF), which is no character; remove it"
+        raise FieldError(f"{place[:200]} {why}", place)
 
 
 def refuse_nul(values: Mapping[str, Any]) -> None:
@@ -193,70 +425,10 @@ def refuse_nul(values: Mapping[str, Any]) -> None:
                 raise RequestError(f"{name} is {short(os.fsdecode(one))}; give one without NUL (U+0000)")
 
 
-def texts(value: Any) -> Any:
-    """A text, or a sequence of texts; none is empty."""
-    if isinstance(value, str):
-        found: Any = value
-    else:
-        found = sequence_of(str)(value)
-    if not all([found] if isinstance(found, str) else found):
-        raise ValueError
-    return found
-
-
-def sequence_of(kind: type) -> Take:
-    """A sequence of values of a type; text is none."""
-
-    def take(value: Any) -> tuple[Any, ...]:
-        if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
-            raise TypeError
-        if not all(isinstance(item, kind) for item in value):
-            raise TypeError
-        return tuple(value)
-
-    return take
-
-
-def one_of(*accepted: str) -> Take:
-    """One of some texts."""
-
-    def take(value: Any) -> str:
-        if not isinstance(value, str) or value not in accepted:
-            raise ValueError
-        return value
-
-    return take
-
-
-def instance_of(kind: type) -> Take:
-    """An object of a class."""
-
-    def take(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise TypeError
-        return value
-
-    return take
-
-
-def having(*methods: str) -> Take:
-    """An object with these methods."""
-
-    def take(value: Any) -> Any:
-        if not all(callable(getattr(value, method, None)) for method in methods):
-            raise TypeError
-        return value
-
-    return take
-
-
-def optional(take: Take) -> Take:
-    """None, or what ``take`` takes."""
-    return lambda value: None if value is None else take(value)
-
-
-def called(value: Any) -> Any:
-    """A function."""
-    if not callable(value):
-        raise TypeError
-    return value
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether a JSON value has objects or arrays in more levels than ``levels``."""
+    level = [value]
+    for _ in range(levels):
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [inner for inner in level if isinstance(inner, dict | list)]
+    return bool(level)

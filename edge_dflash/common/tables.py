@@ -1,5 +1,7 @@
-"""Tables read strictly: every key known and given once, every value of its type.
+"""Files read strictly: every key known and given once, every value of its type.
 
+JSON that this package writes is the fields of a dataclass (:func:`encode`, :func:`decode`); YAML that people write is
+read by rules (:func:`read_yaml`); JSON of a checkpoint is an object, whose readers know more (:func:`read_json`).
 Errors name the place, the value found and what is wanted.
 """
 
@@ -15,6 +17,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from edge_dflash.common.files import SMALL, parse_json, read_bytes, read_text
+from edge_dflash.common.rules import FieldError, Object
 from edge_dflash.errors import BundleError, CheckpointError, RecipeError, short
 
 if TYPE_CHECKING:
@@ -130,20 +133,21 @@ def _mismatch(where: str, value: object, wanted: str) -> BundleError:
     return BundleError(f"{where}: found {short(value)}, wanted {wanted}")
 
 
-Choice = TypeVar("Choice", bound=str)
-
-MOST = 1 << 16  # bytes of a file; those that ship have at most a few thousand
+MOST = 1 << 16  # bytes of a YAML file; those that ship have at most a few thousand
 
 
-def read_table(path: Path, accepted: tuple[str, ...], help_file: str, *, complete: bool = False) -> Table:
-    """Read a file whose document is a mapping with some of the keys ``accepted``, or all. Raises RecipeError."""
+def read_yaml(path: Path, table: Object, help_file: str) -> dict[str, Any]:
+    """The keys that a YAML file gives, as ``table`` takes them. Raises RecipeError; ``help_file`` explains the keys."""
     try:
         document = _loader()(read_text(path, MOST)).get_single_data()
     except Exception as error:  # the library lets ValueError, KeyError and others out of tagged or odd scalars
         deep = isinstance(error, RecursionError)
         reason = "nested too deeply" if deep else getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
         raise RecipeError(f"{path}: not a readable YAML file ({reason}); see {help_file}") from None
-    return Table(str(path), document, accepted, help_file if complete else None)
+    try:
+        return table.read(document)
+    except FieldError as error:
+        raise RecipeError(f"{path}: {error}; see {help_file}") from None
 
 
 @cache
@@ -172,80 +176,6 @@ def _loader() -> type[yaml.SafeLoader]:
             return super().construct_mapping(node, deep)
 
     return Plain
-
-
-class Table:
-    """A YAML mapping; every reader checks the value's type. A default of None makes a key required.
-
-    ``complete``: all keys must be given, here and in the tables inside; the file that explains them.
-    """
-
-    def __init__(self, where: str, value: Any, accepted: tuple[str, ...], complete: str | None = None) -> None:
-        if not isinstance(value, dict):
-            raise RecipeError(f"{where}: found {type(value).__name__}, wanted a mapping of {', '.join(accepted)}")
-        if unknown := [str(key) for key in value if key not in accepted]:
-            raise RecipeError(f"{where}: unknown key {', '.join(unknown)[:200]}; accepted: {', '.join(accepted)}")
-        if complete is not None and (missing := [key for key in accepted if key not in value]):
-            raise RecipeError(f"{where}: missing key {', '.join(missing)}; add it, see {complete}")
-        self.where, self._value, self._complete = where, value, complete
-
-    @property
-    def given(self) -> list[str]:
-        """Keys that the file gives."""
-        return list(self._value)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Value of any type."""
-        return self._value.get(key, default)
-
-    def text(self, key: str, default: str | None, wanted: str = "text") -> str:
-        """Text; not blank when required."""
-        value = self.get(key, default)
-        if not isinstance(value, str) or (default is None and not value.strip()):
-            raise self.wrong(key, wanted)
-        return value
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        """Return an integer above 0."""
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self.wrong(key, "a positive integer")
-        return value
-
-    def optional_int(self, key: str) -> int | None:
-        """Return an integer from 0, or None."""
-        value = self.get(key)
-        if value is not None and (type(value) is not int or value < 0):
-            raise self.wrong(key, "an integer from 0, or null")
-        return value
-
-    def items(self, key: str) -> list[Any]:
-        """A list; empty when the file does not give it."""
-        value = self.get(key, [])
-        if not isinstance(value, list):
-            raise self.wrong(key, "a list")
-        return value
-
-    def one_of(self, key: str, accepted: tuple[Choice, ...], default: Choice | None) -> Choice:
-        """One of the accepted texts."""
-        value = self.get(key, default)
-        for choice in accepted:
-            if choice == value:
-                return choice
-        raise self.wrong(key, "one of " + ", ".join(accepted))
-
-    def child(self, key: str, accepted: tuple[str, ...]) -> Table:
-        """Mapping under a key; empty when the file does not give it."""
-        return Table(f"{self.where}: {key}", self.get(key, {}), accepted, self._complete)
-
-    def children(self, key: str, accepted: tuple[str, ...]) -> list[Table]:
-        """List of mappings under a key; empty when the file does not give it."""
-        entries = enumerate(self.items(key))
-        return [Table(f"{self.where}: {key}[{i}]", entry, accepted, self._complete) for i, entry in entries]
-
-    def wrong(self, key: str, wanted: str) -> RecipeError:
-        """Error that names file, key, value found and what is wanted."""
-        return RecipeError(f"{self.where}: {key} is {short(self.get(key))}; wanted {wanted}")
 
 
 def read_json(file: Path, most: int = SMALL) -> dict[str, Any]:

@@ -1,15 +1,21 @@
-"""What a request may ask for: its task and its options, each checked by a rule."""
+"""What a request may ask for: its task, and its options, each declared once.
+
+:class:`Options` is the table: type, default, rule and meaning of each option, and where else it stands. Flags of
+``edge-dflash generate``, what stands under ``edge_dflash`` of a request over HTTP, the OpenAPI document, what a
+recording holds and a table of docs/service.md are made of it. :class:`PlanOptions` names the keywords for type
+checkers, which cannot derive them; a test compares the two.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any, TypeAlias, TypedDict
 
 from edge_dflash.common import rules
-from edge_dflash.common.rules import Rule, refuse_surrogates
+from edge_dflash.common.rules import FLAG, TEXT, TEXTS, Rule, refuse_surrogates
 from edge_dflash.decode.accept import FinishReason, Relaxation
 from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.pictured import Pictured, Placed, check_pictures
@@ -29,13 +35,6 @@ class PlanOptions(TypedDict, total=False):
     regex: str | None
     grammar: str | None
     whitespace: bool
-    deadline: float | None
-    max_new_tokens: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    stop: str | Sequence[str]
     thinking: bool
     raw: bool
     relaxed: bool | Relaxation
@@ -43,21 +42,20 @@ class PlanOptions(TypedDict, total=False):
     tool_choice: str
     speculative: bool
     draft_confidence: float
+    deadline: float | None
+    max_new_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop: str | Sequence[str]
     logprobs: int | None
     priority: int
     caller: str
 
 
-PRIORITIES = (-100, 100)  # lowest and highest
-CONFIDENCES = (0.0, 1.0)
-
-
-def _relaxed(value: Any) -> Any:
-    return value if isinstance(value, Relaxation) else rules.flag(value)
-
-
 def _tools(value: Any) -> Any:
-    tools = rules.sequence_of(Mapping)(value)
+    tools = rules.sequence_of(Mapping, "").take(value)
     for tool in tools:  # one by one, so that other threads run between
         json.dumps(tool, default=dict)  # templates write them
         if not isinstance(function_of(tool).get("strict"), bool | None):
@@ -71,75 +69,103 @@ def _schema(value: Any) -> Any:
     return value
 
 
-_TEXT = Rule(rules.optional(rules.text), "a text, or None")
-_FLAG = Rule(rules.flag, "True or False")
-_NUMBER = Rule(rules.any_number, "a number")  # Sampling checks the ranges
-_WHOLE = Rule(rules.whole(), "a number without a fraction")
-OPTIONS = {
-    "schema": Rule(rules.optional(_schema), "a JSON object (mapping or text), a Pydantic model, or None"),
-    "regex": _TEXT,
-    "grammar": _TEXT,
-    "whitespace": _FLAG,
-    "deadline": Rule(rules.optional(rules.number()), "seconds from now, or None"),
-    "max_new_tokens": Rule(rules.optional(rules.whole(1)), "a whole number of at least 1, or None"),
-    "temperature": _NUMBER,
-    "top_k": _WHOLE,
-    "top_p": _NUMBER,
-    "seed": _WHOLE,
-    "stop": Rule(rules.texts, "a text, or several, none of them empty; leave stop out for none"),
-    "thinking": _FLAG,
-    "raw": _FLAG,
-    "relaxed": Rule(_relaxed, "True, False or a Relaxation"),
-    "tools": Rule(
-        rules.optional(_tools), "a list of tools in OpenAI form, of plain JSON values, strict True or False, or None"
-    ),
-    "tool_choice": Rule(rules.text, "auto, none, required, or the name of one of the tools"),
-    "speculative": _FLAG,
-    "draft_confidence": Rule(rules.number(*CONFIDENCES), "a number from 0 to 1"),
-    "logprobs": Rule(
-        rules.optional(rules.whole(0, MOST_ALTERNATIVES)),
-        f"a whole number of alternatives from 0 to {MOST_ALTERNATIVES}, or None for no log-probabilities",
-    ),
-    "priority": Rule(rules.whole(*PRIORITIES), f"a whole number from {PRIORITIES[0]} to {PRIORITIES[1]}"),
-    "caller": Rule(rules.text, "a text"),
-}
+@dataclass(frozen=True)
+class Declaration:
+    """What of an option its rule and default do not say."""
+
+    rule: Rule
+    doc: str  # a sentence: help of its flag, and the docs' table
+    flag: str | None  # how ``generate`` writes its value, "": a switch; None: it has no flag
+    http: bool  # whether it stands under ``edge_dflash`` of a request by its own name
+    recorded: bool  # whether it says what a recorded answer had to be
+
+
+def option(
+    default: Any, rule: Rule, doc: str, *, flag: str | None = None, http: bool = False, recorded: bool = False
+) -> Any:
+    """An option of a request; see :class:`Declaration`."""
+    return field(default=default, metadata={"declared": Declaration(rule, doc, flag, http, recorded)})
+
+
+_RELAXATION = rules.instance_of(Relaxation, "")
+_TOOLS = "a list of tools in OpenAI form, of plain JSON values, strict True or False"
+_LOGPROBS = rules.whole(0, MOST_ALTERNATIVES).saying(f"a whole number of alternatives from 0 to {MOST_ALTERNATIVES}")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one request, checked by OPTIONS.
+    """Options of one request, each checked by its rule.
 
     Raises RequestError for values of another type or range, and for those that contradict each other.
     """
 
-    schema: object = None  # JSON Schema (text or mapping) or Pydantic model: the answer is JSON of it
-    regex: str | None = None  # the answer matches it; syntax of Rust's regex crate
-    grammar: str | None = None  # the answer matches its rule "start"; Lark, dialect of llguidance
-    whitespace: bool = False  # True: JSON may have blanks outside strings
-    deadline: float | None = None  # seconds from the call, waiting in the queue included; None: no bound
-    max_new_tokens: int | None = None  # None: until a stop token or the end of the usable context
-    temperature: float = 0.0  # 0, and below 0.0001: the best token each time
-    top_k: int = 0  # 0: no limit
-    top_p: float = 1.0  # 1: no limit
-    seed: int = 0  # makes a drawn answer repeatable
-    stop: str | Sequence[str] = ()  # the answer ends before the first of these texts; thinking is not searched
-    thinking: bool = False  # handed to the chat template as enable_thinking
-    raw: bool = False  # the task is one text that goes on as it is: no chat template, control tokens by their spelling
-    relaxed: bool | Relaxation = False  # lossy acceptance inside the thinking span; True: with the usual bounds
-    tools: Sequence[Tool] | None = None  # in OpenAI form, for the chat template and the types of the arguments
-    tool_choice: str = "auto"  # "none": tools are not told of; "required": a call of one of them; a name: of this one
-    speculative: bool = True  # False decodes plainly: the same tokens, one by one
-    draft_confidence: float = (
-        0.0  # drafts from the first on that the drafter is less sure of are not verified; 0: all are
+    schema: object = option(
+        None,
+        Rule(_schema, "give a JSON object (mapping or text), a Pydantic model").or_none(),
+        "The answer is JSON of this JSON Schema (from Python also of a Pydantic model).",
+        flag="FILE|JSON",
     )
-    logprobs: int | None = None  # log-probabilities of the tokens, each with so many alternatives; None: none
-    priority: int = 0  # of PRIORITIES; higher ones go first
-    caller: str = ""  # callers of one priority take turns; "account/name": so do accounts, and then their callers
+    regex: str | None = option(
+        None, TEXT.or_none(), "The answer matches this regular expression as a whole (syntax of Rust's regex crate).",
+        flag="REGEX", http=True, recorded=True,
+    )  # fmt: skip
+    grammar: str | None = option(
+        None, TEXT.or_none(), "The answer matches the rule 'start' of this Lark grammar (dialect of llguidance).",
+        flag="FILE|TEXT", http=True, recorded=True,
+    )  # fmt: skip
+    whitespace: bool = option(False, FLAG, "JSON may have blanks outside strings.", http=True, recorded=True)
+    thinking: bool = option(False, FLAG, "Let the chat template ask for thinking.", flag="", http=True, recorded=True)
+    raw: bool = option(
+        False, FLAG, "Use the text as it is: no chat template, control tokens by name.", flag="", http=True
+    )
+    relaxed: bool | Relaxation = option(
+        False, rules.either(_RELAXATION, FLAG, "True, False or a Relaxation"),
+        "Lossy acceptance inside the thinking span; True: with the usual bounds.", http=True,
+    )  # fmt: skip
+    tools: Sequence[Tool] | None = option(
+        None, Rule(_tools, f"give {_TOOLS}").or_none(), "Tools, for the chat template and the types of the arguments."
+    )
+    tool_choice: str = option(
+        "auto", TEXT.saying("auto, none, required, or the name of one of the tools"),
+        "none: tools are not told of; required: a call of one of them; a name: of this one.", recorded=True,
+    )  # fmt: skip
+    speculative: bool = option(True, FLAG, "False decodes plainly: the same tokens, one by one.", http=True)
+    draft_confidence: float = option(
+        0.0, rules.number(0, 1), "Verify no draft from the first on that the drafter is less sure of, 0 to 1.",
+        flag="C", http=True,
+    )  # fmt: skip
+    deadline: float | None = option(
+        None, rules.number().saying("seconds from now").or_none(),
+        "End in so many seconds, waiting in the queue included, with what is there by then.", flag="SECONDS",
+    )  # fmt: skip
+    max_new_tokens: int | None = option(
+        None, rules.whole(1).or_none(), "Token budget; without it, what the context holds.", flag="N"
+    )
+    temperature: float = option(
+        0.0, rules.number(0), "0, and below 0.0001, takes the best token each time.", flag="T", recorded=True
+    )
+    top_k: int = option(
+        0, rules.whole(0, 2**31), "Draw from the K best tokens; 0: from all.", flag="K", http=True, recorded=True
+    )
+    top_p: float = option(
+        1.0, rules.number(), "Draw from the best tokens of this probability mass.", flag="P", recorded=True
+    )
+    seed: int = option(0, rules.whole(0, 2**64 - 1), "Makes a drawn answer repeatable.", flag="N")
+    stop: str | Sequence[str] = option(
+        (), TEXTS.saying("a text, or several, none of them empty; leave stop out for none"),
+        "The answer ends before the first of these texts; thinking is not searched.", recorded=True,
+    )  # fmt: skip
+    logprobs: int | None = option(
+        None, _LOGPROBS.or_none(), "Say how likely each token was, next to N others; 0: it alone.", flag="N"
+    )
+    priority: int = option(0, rules.whole(-100, 100), "Requests of a higher one go first.", http=True)
+    caller: str = option(
+        "", TEXT, "Callers of one priority take turns; ACCOUNT/NAME: so do accounts, then their callers.", http=True
+    )
 
     def __post_init__(self) -> None:
         """Take each value by its rule; refuse what does not go together."""
-        given_values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in rules.checked(OPTIONS, given_values).items():
+        for name, value in rules.checked(RULES, {name: getattr(self, name) for name in RULES}).items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "temperature", self.sampling.temperature)  # refuses bad values
         if len(given := [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]) > 1:
@@ -167,7 +193,7 @@ class Options:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
         """Options by name. Raises RequestError also for a name that is unknown."""
-        rules.refuse_unknown(OPTIONS, given)
+        rules.refuse_unknown(RULES, given)
         return cls(**given)
 
     @property
@@ -199,6 +225,10 @@ class Options:
     def constrained(self) -> bool:
         """Whether a grammar takes part in the answer."""
         return self.formed or self.strict_calls
+
+
+DECLARED: Mapping[str, Declaration] = {one.name: one.metadata["declared"] for one in fields(Options)}
+RULES: Mapping[str, Rule] = {name: place.rule for name, place in DECLARED.items()}
 
 
 def token_ids(task: Sequence[Any]) -> tuple[int, ...]:

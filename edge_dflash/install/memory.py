@@ -43,7 +43,7 @@ def memory_parts(manifest: Manifest, config: ServeConfig) -> Mapping[str, int]:
         "the pair": sum(asdict(pair).values()),
         "sessions": OWNERS * config.limits.sessions * session,
         "requests that wait": engine.queue * (session + sees * 3 * engine.image_pixels),
-        "system prompts": engine.prefix_mib * MIB,
+        "system prompts": engine.prefix_bytes,
         "larger images": sees * max(0, in_flight(engine.image_pixels - DEFAULT_LIMITS.pixels)),
         "bodies": 2 * config.limits.connections * config.limits.body_bytes * 3,
         "program": PROGRAM,

@@ -13,7 +13,6 @@ from numbers import Real
 from typing import Generic, TypeAlias, TypeVar, Unpack
 
 from edge_dflash.common import rules
-from edge_dflash.common.rules import Rule
 from edge_dflash.decode.options import Options, PlanOptions, Task
 from edge_dflash.errors import RequestError, one_line, short
 from edge_dflash.result import Plan
@@ -25,8 +24,8 @@ Rank: TypeAlias = Callable[[Plan], float]
 
 MOST_CANDIDATES = 8
 _RULES = {
-    "n": Rule(rules.whole(1, MOST_CANDIDATES), f"a whole number of candidates, 1 to {MOST_CANDIDATES}"),
-    "rank": Rule(rules.optional(rules.called), "a function that gives a plan a number, or None"),
+    "n": rules.whole(1, MOST_CANDIDATES).saying(f"a whole number of candidates, 1 to {MOST_CANDIDATES}"),
+    "rank": rules.FUNCTION.saying("a function that gives a plan a number").or_none(),
 }
 
 

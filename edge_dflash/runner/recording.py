@@ -18,14 +18,14 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from edge_dflash.decode.grammar.schema_check import schema_json
-from edge_dflash.decode.options import Options
+from edge_dflash.decode.options import DECLARED, Options
 from edge_dflash.result import Plan
 from edge_dflash.text.template import Message
 
@@ -37,7 +37,6 @@ WAITING = 256  # answers that wait for the disk; more are dropped
 _TRIES = 8  # to write a line to a file that others remove meanwhile
 _CLOSE_SECONDS = 5.0  # that a close waits for them
 _TAIL = 1 << 16  # bytes that are read at a time, backwards, to find a whole line
-_SHAPING = ("regex", "grammar", "whitespace", "thinking", "tool_choice", "temperature", "top_k", "top_p", "stop")
 
 Said = Sequence[Message] | str
 
@@ -199,7 +198,7 @@ def _line(head: str, options: Options, plan: Plan) -> bytes:
     if options.schema is not None:
         body["schema"] = json.loads(schema_json(options.schema))
     usual = Options()
-    shaping: Mapping[str, Any] = {name: getattr(options, name) for name in _SHAPING}
+    shaping = {name: getattr(options, name) for name, place in DECLARED.items() if place.recorded}
     body |= {name: value for name, value in shaping.items() if value != getattr(usual, name)}
     body["answer"] = plan.text
     if plan.thinking:

@@ -1,15 +1,19 @@
-"""What a planner is opened with, each setting checked by a rule: how much it takes on, and how it loads."""
+"""What a planner is opened with, each setting declared once: how much it takes on, and how it loads.
+
+Keys of the section ``engine`` of the service's TOML are made of the table; :class:`EngineOptions` and
+:class:`OpenOptions` name the keywords for type checkers, which cannot derive them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 from edge_dflash.backends import selftest
 from edge_dflash.common import rules
-from edge_dflash.common.rules import Rule
+from edge_dflash.common.rules import FLAG, Rule
 from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.pictures.decode import DEFAULT_LIMITS
 from edge_dflash.runner.looking import MOST_IMAGES
@@ -40,55 +44,69 @@ class OpenOptions(EngineOptions, total=False):
     self_test: selftest.Mode
 
 
-def _recording(value: Any) -> Recording | None:
-    if value is None:
-        return None
-    given = value if isinstance(value, Recording) else Recording(Path(rules.path(value)))
-    path = Path(rules.path(given.path))
+def _recording(value: Any) -> Recording:
+    given = value if isinstance(value, Recording) else Recording(Path(rules.PATH.take(value)))
+    path = Path(rules.PATH.take(given.path))
     if not path.name or path.is_dir() or not path.parent.is_dir():
         raise ValueError
-    return Recording(path.absolute(), rules.whole(LEAST)(given.limit))
+    return Recording(path.absolute(), rules.whole(LEAST).take(given.limit))
 
 
-_FLAG = Rule(rules.flag, "True or False")
-_RULES = {
-    "queue": Rule(rules.whole(1), "a whole number of requests, at least 1"),
-    "prefix_bytes": Rule(rules.whole(0), "a whole number of bytes, at least 0"),
-    "drafts": Rule(rules.optional(rules.whole(0)), "a whole number of drafts, at least 0, or None"),
-    "images": Rule(rules.whole(0), "a whole number of images, at least 0"),
-    "image_pixels": Rule(rules.whole(1), "a whole number of pixels, at least 1"),
-    "prompt_share": Rule(rules.number(0.01, 1.0), "a share of the time, 0.01 to 1"),
-    "lanes": Rule(
-        rules.optional(rules.whole(1, MOST_LANES)), f"a whole number of sequences, 1 to {MOST_LANES}, or None"
-    ),
-    "self_test": Rule(rules.one_of(*selftest.MODES), f"one of {', '.join(selftest.MODES)}"),
-    "record": Rule(_recording, "the path of a file in a directory that is there, a Recording of one, or None"),
-    **dict.fromkeys(("fallback", "drafter", "check_hashes"), _FLAG),
-}
+def setting(default: Any, rule: Rule, doc: str, **toml: Any) -> Any:
+    """A setting. ``toml``: what differs there: its ``key``, the ``unit`` of its numbers, how ``none`` is said."""
+    return field(default=default, metadata={"rule": rule, "doc": doc, "toml": toml})
+
+
+_RECORD = "give the path of a file in a directory that is there, a Recording of one"
 
 
 @dataclass(frozen=True)
 class EngineSettings:
     """Settings of a planner around a loaded backend. Raises RequestError for values of another type or range."""
 
-    queue: int = 16  # requests that may wait, half of them of one caller
-    prefix_bytes: int = 512 << 20  # of the states of system prompts that are kept for the next request
-    fallback: bool = True  # False: cycles verify all drafts (or ``drafts``), whether they are seen to pay or not
-    drafts: int | None = None  # most of a cycle, 0: plain decoding; None: as many as give most tokens a second
-    prompt_share: float = 0.5  # of the time, for the prompts of some requests while others decode
-    images: int = MOST_IMAGES  # of a request
-    image_pixels: int = DEFAULT_LIMITS.pixels  # of the images of a request together, before they are resized
-    record: Recording | Path | str | None = None  # a file to which finished answers are appended; None: nothing is
+    prompt_share: float = setting(
+        0.5,
+        rules.number(0.01, 1),
+        "Of the time, 0.01 to 1: what the prompts of some requests have while others decode.",
+    )
+    queue: int = setting(
+        16,
+        rules.whole(1),
+        "Requests that may wait, half of them of one caller; more are answered with 429 and Retry-After.",
+    )
+    prefix_bytes: int = setting(
+        512 << 20, rules.whole(0), "MiB of states of system prompts that are kept for the next request.",
+        key="prefix_mib", unit=1 << 20,
+    )  # fmt: skip
+    fallback: bool = setting(
+        True, FLAG, "Verify as many drafts a cycle as were measured to give most tokens a second, none where drafting "
+        "costs more than it gives; the output is the same. Without it, all.",
+    )  # fmt: skip
+    drafts: int | None = setting(
+        None, rules.whole(0).or_none(),
+        "Drafts that a cycle verifies, whatever was measured: 0 decodes plainly. -1: not said.", none=-1,
+    )  # fmt: skip
+    images: int = setting(MOST_IMAGES, rules.whole(0), "Images of a request that sees. 0: none are taken.")
+    image_pixels: int = setting(
+        DEFAULT_LIMITS.pixels, rules.whole(1),
+        "Pixels of the images of a request together, before they are resized to what the model reads.",
+    )  # fmt: skip
+    record: Recording | Path | str | None = setting(
+        None,
+        Rule(_recording, _RECORD).or_none(),
+        "File to which finished answers are appended; none: nothing is written.",
+    )
 
     def __post_init__(self) -> None:
         """Take each value by its rule."""
-        for name, value in rules.checked(_RULES, {one.name: getattr(self, one.name) for one in fields(self)}).items():
+        known = {one.name: one.metadata["rule"] for one in fields(self)}
+        for name, value in rules.checked(known, {name: getattr(self, name) for name in known}).items():
             object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls: type[S], given: Mapping[str, Any]) -> S:
         """Settings by name. Raises RequestError also for a name that is unknown."""
-        rules.refuse_unknown({one.name: _RULES[one.name] for one in fields(cls)}, given)
+        rules.refuse_unknown({one.name: one.metadata["rule"] for one in fields(cls)}, given)
         return cls(**given)
 
 
@@ -96,14 +114,33 @@ class EngineSettings:
 class OpenSettings(EngineSettings):
     """Settings of ``Planner.open``."""
 
-    lanes: int | None = None  # requests that run at a time, each with the tokens that it has alone; None: the bundle's
-    drafter: bool = True  # False: the target alone is loaded
-    check_hashes: bool = True  # False skips the SHA-256 of the bundle's files
-    self_test: selftest.Mode = "refuse"  # or "warn" (RuntimeWarning): a pair that does not repeat the build; or "off"
+    lanes: int | None = setting(
+        None, rules.whole(1, MOST_LANES).or_none(),
+        f"Requests that run at a time, 1 to {MOST_LANES}, each with the tokens that it has alone. 0: as many as the "
+        "bundle was built for.", none=0,
+    )  # fmt: skip
+    drafter: bool = setting(
+        True, FLAG, "False loads the target alone, without the bundle's drafter: plain decoding in less memory."
+    )
+    check_hashes: bool = setting(
+        True, FLAG, "Compare all files of the bundle with their hashes before they are loaded."
+    )
+    self_test: selftest.Mode = setting(
+        "refuse", rules.one_of(*selftest.MODES),
+        'What follows when the loaded pair does not repeat what its build recorded: "refuse" to start, "warn", or '
+        '"off" to skip the test.',
+    )  # fmt: skip
+
+    @property
+    def options(self) -> OpenOptions:
+        """The keywords that give them."""
+        given: Any = {one.name: getattr(self, one.name) for one in fields(self)}
+        options: OpenOptions = given
+        return options
 
     @property
     def engine(self) -> EngineOptions:
         """Those of the planner around the loaded backend."""
         given: Any = {one.name: getattr(self, one.name) for one in fields(EngineSettings)}
-        kept: EngineOptions = given
-        return kept
+        options: EngineOptions = given
+        return options

@@ -1,139 +1,204 @@
 """The service's settings: one TOML file, every key with a default, unknown keys refused.
 
-``deploy/config.toml`` documents each key at its default; a test compares the two.
+Each key is declared once, with its rule and what it means; those of ``engine`` are the planner's own
+(:mod:`edge_dflash.runner.settings`). ``deploy/config.toml`` is :func:`written` from here.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import math
+import textwrap
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from edge_dflash.backends.selftest import MODES
+from edge_dflash.backends.selftest import Mode
 from edge_dflash.common.files import read_text
-from edge_dflash.decode.backend import MOST_LANES
-from edge_dflash.errors import ConfigError, short
+from edge_dflash.common.rules import FLAG, TEXT, FieldError, Object, Rule, number, one_of, whole
+from edge_dflash.errors import ConfigError
+from edge_dflash.runner.settings import OpenSettings
 
-SAVES = ("turn", "shutdown", "never")
-LOGS = ("requests", "errors", "none")
 MIB = 1 << 20
-_ENDLESS = 2**53
-_RANGES: Mapping[str, tuple[float, int]] = {  # of numbers; others are at least 0
-    "service.record_mib": (1, _ENDLESS),
-    "engine.lanes": (0, MOST_LANES),
-    "engine.prompt_share": (0.01, 1),
-    "engine.queue": (1, _ENDLESS),
-    "engine.drafts": (-1, _ENDLESS),
-    "engine.image_pixels": (1, _ENDLESS),
-    "limits.body_bytes": (1024, _ENDLESS),
-    "limits.header_bytes": (1024, _ENDLESS),
-    "limits.connections": (1, _ENDLESS),
-    "limits.json_depth": (4, _ENDLESS),
-    "limits.sessions": (1, _ENDLESS),
-    "defaults.draft_confidence": (0, 1),
-}
+_ENDLESS = 2**53  # of numbers: what a float holds exactly
+_OF_SERVICE = ("record", "check_hashes", "self_test")  # settings of a planner that stand under ``service``
+
+
+def key(default: Any, rule: Rule, doc: str) -> Any:
+    """A key of a section: what it may be, and what it means."""
+    return field(default=default, metadata={"rule": rule, "doc": doc, "toml": {}})
+
+
+def same(name: str) -> Any:
+    """A key that is the planner's own setting of that name."""
+    one = OpenSettings.__dataclass_fields__[name]
+    return field(default=one.default, metadata=one.metadata)
+
+
+def text(default: str, doc: str) -> Any:
+    """A key that is a text; none holds a NUL."""
+
+    def take(value: Any) -> str:
+        if "\0" in TEXT.take(value):
+            raise ValueError
+        return str(value)
+
+    return key(default, Rule(take, "give a text without NUL (U+0000)"), doc)
+
+
+def count(default: int, doc: str, low: int = 0) -> Any:
+    """A key that is a whole number."""
+    return key(default, whole(low, _ENDLESS).saying(f"a whole number of at least {low}"), doc)
+
+
+def seconds(default: float, doc: str, *, zero: bool = False) -> Any:
+    """A key that is a time; ``zero``: none at all is one."""
+    rule = number(0 if zero else 1e-9, _ENDLESS)
+    return key(default, rule.saying("a number of at least 0" if zero else "seconds above 0"), doc)
 
 
 @dataclass(frozen=True)
 class ServiceConfig:
     """What is served, and where."""
 
-    bundle: str = "/opt/edge-dflash/current/bundle"  # directory that a build made
-    model: str = ""  # name in the API; "": the name of the bundle's directory
-    socket: str = "/run/edge-dflash/edge-dflash.sock"  # Unix socket; "": none
-    socket_mode: str = "0660"  # octal
-    tcp: str = ""  # HOST:PORT; "": no TCP. Without api_key_file only a loopback address
-    api_key_file: str = ""  # file with the keys of which TCP callers must send one; "": no key
-    state_dir: str = "/var/lib/edge-dflash/state"  # of sessions and recorded answers; nothing is written elsewhere
-    record: bool = False  # finished answers, with their prompts, are appended to a file in state_dir
-    record_mib: int = 64  # of it, at most; the oldest answers go
-    log: str = "requests"  # a line for each request; errors: for those that are refused or fail; none
-    self_test: str = "refuse"  # refuse, warn or off
-    check_hashes: bool = True
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """The planner's own settings."""
-
-    lanes: int = 0  # requests that run at a time; 0: as many as the bundle was built for
-    prompt_share: float = 0.5  # of the time, for the prompts of some requests while others decode
-    queue: int = 16  # requests that may wait
-    prefix_mib: int = 512  # states of system prompts that are kept
-    fallback: bool = True  # as many drafts as were measured to pay, none included; False: all
-    drafts: int = -1  # that a cycle verifies, whatever was measured; -1: not said
-    drafter: bool = True  # False: the target alone is loaded
-    images: int = 16  # of a request; 0: none are taken
-    image_pixels: int = 20_000_000  # of the images of a request together, before they are resized
+    bundle: str = text("/opt/edge-dflash/current/bundle", "Directory of the bundle that is served.")
+    model: str = text("", 'Name of the model in the API. "": the name of the bundle\'s directory.')
+    socket: str = text(
+        "/run/edge-dflash/edge-dflash.sock", 'Unix socket; whoever may open it may use the service. "": none.'
+    )
+    socket_mode: str = text(
+        "0660", "Who may open it, octal: 0660 is the service's user and group, 0600 its user alone."
+    )
+    tcp: str = text(
+        "",
+        'HOST:PORT to listen on beside the socket, such as "127.0.0.1:8080". "": no TCP. Without api_key_file, '
+        "loopback only.",
+    )
+    api_key_file: str = text(
+        "",
+        'File whose content is the key that TCP callers send as "Authorization: Bearer KEY", or lines of NAME KEY. '
+        'Only its owner (and group) may be able to read it. "": no key. Callers of the Unix socket need none.',
+    )
+    state_dir: str = text(
+        "/var/lib/edge-dflash/state",
+        "Where sessions are saved, by one server at a time. The service writes nowhere else.",
+    )
+    record: bool = key(
+        False,
+        FLAG,
+        "Append prompts and answers to answers.jsonl in state_dir, to train a drafter on: only the service's user can "
+        "read it, and who asked is not in it. docs/service.md says more.",
+    )
+    record_mib: int = count(64, "MiB of that file and the one before it together, at most: the oldest answers go.", 1)
+    log: str = key(
+        "requests",
+        one_of("requests", "errors", "none"),
+        'Lines of the log: one for each of the "requests" (who, what, status, tokens, seconds; never what was said), '
+        'for those that are refused or fail ("errors"), or "none". Calls of /health, /ready and /metrics have one when '
+        "they are refused.",
+    )
+    self_test: Mode = same("self_test")
+    check_hashes: bool = same("check_hashes")
 
 
 @dataclass(frozen=True)
 class LimitConfig:
     """What a client may ask for. 0: no limit of the service's own."""
 
-    body_bytes: int = 1 * MIB
-    header_bytes: int = 16384
-    connections: int = 64  # of the Unix socket and of TCP each; three quarters of one user or address
-    json_depth: int = 64
-    schema_bytes: int = 65536  # of a schema, regex or grammar
-    prompt_chars: int = 0  # all texts of a request together
-    new_tokens: int = 0  # tokens of an answer; also what holds without max_tokens
-    sessions: int = 16  # of one owner, open at a time; those used longest ago are saved and closed
-    saved_sessions: int = 64  # of one owner, files in the state directory
+    body_bytes: int = count(
+        MIB,
+        "Bytes of a request's body. Frames of 800 x 600 as data URLs are about 0.15 MB as JPEG, 1 MB as PNG.",
+        1024,
+    )
+    header_bytes: int = count(16384, "Bytes of a request's line and headers.", 1024)
+    connections: int = count(
+        64,
+        "Connections at a time, of the Unix socket and of TCP each; three quarters of one user or address.",
+        1,
+    )
+    json_depth: int = count(64, "Levels of nesting in a request's JSON.", 4)
+    schema_bytes: int = count(65536, "Bytes of a schema, regex or grammar. 0: no limit but that of the body.")
+    prompt_chars: int = count(
+        0, "Characters of all texts of a request. 0: no limit but that of the body and the model's context."
+    )
+    new_tokens: int = count(
+        0, "Tokens of an answer; also what holds for requests without max_tokens. 0: what the context holds."
+    )
+    sessions: int = count(
+        16,
+        "Sessions of one owner that are open at a time; beyond, the one used longest ago is saved and closed.",
+        1,
+    )
+    saved_sessions: int = count(64, "Sessions of one owner that may lie in state_dir. 0: none is ever written.")
 
 
 @dataclass(frozen=True)
 class TimeoutConfig:
-    """Seconds. 0: no bound, where the comment says so."""
+    """Seconds."""
 
-    header: float = 10.0  # from the connection to the last header
-    body: float = 20.0  # from the last header to the end of the body
-    idle: float = 30.0  # between two requests of a connection
-    write: float = 20.0  # a client that takes nothing of its answer
-    deadline: float = 0.0  # of requests that name none; 0: none
-    drain: float = 20.0  # what the running request gets when the service stops
-    stall: float = 60.0  # /health says hung when a running request did not get on for so long
+    header: float = seconds(10.0, "Seconds from the connection to the end of the headers.")
+    body: float = seconds(20.0, "Seconds from the headers to the end of the body.")
+    idle: float = seconds(30.0, "Seconds between two requests of a connection.")
+    write: float = seconds(20.0, "Seconds for a client to take a piece of its answer.")
+    deadline: float = seconds(0.0, "Deadline of requests that name none, in seconds. 0: none.", zero=True)
+    drain: float = seconds(
+        20.0,
+        "Seconds that the running request gets to end when the service is stopped; then it ends at its next commit.",
+    )
+    stall: float = seconds(
+        60.0, "Seconds without a step of a running request until /health says that the engine hangs."
+    )
 
 
 @dataclass(frozen=True)
 class SessionConfig:
     """Conversations that the service keeps."""
 
-    save: str = "shutdown"  # turn: after every turn; shutdown: when the service stops; never: only when asked
+    save: str = key(
+        "shutdown",
+        one_of("turn", "shutdown", "never"),
+        'When sessions are saved: after every "turn", at "shutdown", or "never" but when a client asks.',
+    )
 
 
 @dataclass(frozen=True)
 class DefaultConfig:
     """What holds where a request says nothing."""
 
-    temperature: float = 0.0  # 0: greedy. OpenAI's own default is 1
-    thinking: bool = False
-    draft_confidence: float = 0.0  # drafts from the first on that the drafter is less sure of are not verified, 0 to 1
+    temperature: float = key(
+        0.0,
+        number(0, _ENDLESS),
+        "Temperature of requests that name none. 0 takes the best token each time; OpenAI's own default is 1.",
+    )
+    thinking: bool = key(False, FLAG, "Whether the chat template asks for thinking when a request does not say.")
+    draft_confidence: float = key(
+        0.0,
+        number(0, 1),
+        "Drafts from the first on that a drafter with a confidence head is less sure of are not verified, 0 to 1; 0: "
+        "all are.",
+    )
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """All settings."""
+    """All settings. Raises ConfigError for a value outside its range, and for values that contradict each other."""
 
     service: ServiceConfig = field(default_factory=ServiceConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: OpenSettings = field(default_factory=OpenSettings)
     limits: LimitConfig = field(default_factory=LimitConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     sessions: SessionConfig = field(default_factory=SessionConfig)
     defaults: DefaultConfig = field(default_factory=DefaultConfig)
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value outside its range."""
-        service = self.service
-        texts = [("service.log", service.log, LOGS), ("service.self_test", service.self_test, MODES)]
-        texts.append(("sessions.save", self.sessions.save, SAVES))
-        for name, text, accepted in texts:
-            if text not in accepted:
-                raise ConfigError(f"{name} is {text!r}; accepted are {', '.join(accepted)}")
+        """Check each value by its rule, wherever it is from; refuse what does not go together."""
+        for section, part in ((one.name, getattr(self, one.name)) for one in fields(self)):
+            for one in fields(part) if section != "engine" else ():  # whose settings check themselves
+                try:
+                    one.metadata["rule"].read(getattr(part, one.name), f"{section}.{one.name}")
+                except FieldError as error:
+                    raise ConfigError(str(error)) from None
         if not self.service.socket and not self.service.tcp:
             raise ConfigError('service.socket and service.tcp are both ""; give one of them')
         if self.service.tcp:
@@ -144,19 +209,6 @@ class ServeConfig:
                     "give one, or a loopback address such as 127.0.0.1:8080"
                 )
         _ = self.socket_mode
-        for section in fields(self):
-            for key in fields(part := getattr(self, section.name)):
-                value, name = getattr(part, key.name), f"{section.name}.{key.name}"
-                if isinstance(value, str) and "\0" in value:
-                    raise ConfigError(f"{name} is {short(value)}; give a text without NUL (U+0000)")
-                if isinstance(value, bool | str):
-                    continue
-                low, high = _RANGES.get(name, (0, _ENDLESS))
-                if section.name == "timeouts" and key.name != "deadline" and value <= 0:
-                    raise ConfigError(f"{name} is {value}; give seconds above 0")
-                if not low <= value <= high or not math.isfinite(value):
-                    wanted = f"at least {low}" if high == _ENDLESS else f"{low:g} to {high}"
-                    raise ConfigError(f"{name} is {value}; give {wanted}")
 
     @property
     def tcp_address(self) -> tuple[str, int]:
@@ -170,13 +222,13 @@ class ServeConfig:
     @property
     def socket_mode(self) -> int:
         """``service.socket_mode`` as a number; others than owner and group are never let in."""
-        text = self.service.socket_mode
+        given = self.service.socket_mode
         try:
-            mode = int(text, 8)
+            mode = int(given, 8)
         except ValueError:
             mode = -1
         if not 0o600 <= mode <= 0o660 or mode & 0o117:
-            raise ConfigError(f"service.socket_mode is {text!r}; give 0600 or 0660")
+            raise ConfigError(f"service.socket_mode is {given!r}; give 0600 or 0660")
         return mode
 
     @property
@@ -193,6 +245,50 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+# TOML -----------------------------------------------------------------------------------------------------------------
+
+
+class TomlKey(NamedTuple):
+    """A key of the file, and what it sets."""
+
+    name: str
+    field: str
+    rule: Rule
+    default: Any
+    doc: str
+
+
+def keys_of(section: type[Any]) -> Iterator[TomlKey]:
+    """The keys of a section: its fields, in the file's names and units."""
+    for one in fields(section):
+        if section is not OpenSettings or one.name not in _OF_SERVICE:
+            yield _key(one)
+
+
+def _key(one: Field[Any]) -> TomlKey:
+    rule, toml = one.metadata["rule"], one.metadata["toml"]
+    unit, none = toml.get("unit", 1), toml.get("none")
+
+    def take(value: Any) -> Any:
+        if type(value) is not int:
+            return rule.take(value)
+        return None if value == none else rule.take(value * unit)
+
+    default = none if one.default is None else one.default // unit if unit > 1 else one.default
+    wanted = "give true or false" if rule.take is FLAG.take else rule.wanted.replace(", or None", f", or {none}")
+    return TomlKey(toml.get("key", one.name), one.name, Rule(take, wanted), default, one.metadata["doc"])
+
+
+SECTIONS: Mapping[str, type[Any]] = {
+    "service": ServiceConfig,
+    "engine": OpenSettings,
+    "limits": LimitConfig,
+    "timeouts": TimeoutConfig,
+    "sessions": SessionConfig,
+    "defaults": DefaultConfig,
+}
+
+
 def load_config(path: Path | str) -> ServeConfig:
     """Read a configuration file. Raises ConfigError when it is unreadable, has an unknown key or a bad value."""
     try:
@@ -206,26 +302,29 @@ def load_config(path: Path | str) -> ServeConfig:
 
 def from_table(table: dict[str, Any], where: str = "the configuration") -> ServeConfig:
     """The configuration that a parsed file means."""
-    sections: dict[str, Any] = {f.name: f.default_factory for f in fields(ServeConfig)}
     made: dict[str, Any] = {}
-    for name, value in table.items():
-        if name not in sections or not isinstance(value, dict):
-            raise ConfigError(f"{where}: {name!r} is no section; sections are {', '.join(sections)}")
-        made[name] = _section(sections[name], name, value, where)
+    for name, given in table.items():
+        if name not in SECTIONS or not isinstance(given, dict):
+            raise ConfigError(f"{where}: {name!r} is no section; sections are {', '.join(SECTIONS)}")
+        keys = {one.name: one for one in keys_of(SECTIONS[name])}
+        try:
+            found = Object({key: one.rule for key, one in keys.items()}).read(given, name)
+        except FieldError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        made[name] = SECTIONS[name](**{keys[key].field: value for key, value in found.items()})
     return ServeConfig(**made)
 
 
-def _section(kind: Any, section: str, table: dict[str, Any], where: str) -> Any:
-    known = {f.name: type(f.default) for f in fields(kind)}
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        if key not in known:
-            raise ConfigError(f"{where}: {section}.{key} is unknown; keys of {section} are {', '.join(known)}")
-        wanted = known[key]
-        if wanted is float and type(value) is int:
-            value = float(value) if abs(value) < 2**53 else math.inf
-        if type(value) is not wanted:
-            names = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
-            raise ConfigError(f"{where}: {section}.{key} is {str(value)[:60]!r}; give {names[wanted]}")
-        values[key] = value
-    return kind(**values)
+def written() -> str:
+    """The file that documents every key at its default."""
+    lines = [
+        "# Settings of `edge-dflash serve`, every key at its default. Unknown keys are refused, and so are bad values.",
+        "# A file needs only the keys that differ.",
+    ]
+    for name, section in SECTIONS.items():
+        lines += ["", f"[{name}]"]
+        for one in keys_of(section):
+            lines += textwrap.wrap(one.doc, 118, initial_indent="# ", subsequent_indent="# ")
+            value = str(one.default).lower() if isinstance(one.default, bool) else repr(one.default)
+            lines.append(f"{one.name} = {value.replace(chr(39), chr(34))}")
+    return "\n".join(lines) + "\n"

@@ -15,6 +15,7 @@ from typing import Any, Never
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from edge_dflash.common.rules import FieldError
 from edge_dflash.errors import (
     BundleError,
     ContextError,
@@ -81,6 +82,8 @@ def refusal(error: BaseException, *, retry_after: float = 1.0) -> Refusal:
     """The refusal that an error becomes. ``retry_after`` is for those that pass: a full queue, an engine that stops."""
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, FieldError):
+        return Refusal(str(error), param=error.place, code="unknown_parameter" if error.unknown else None)
     if isinstance(error, StorageError) and error.full:
         return Refusal(str(error), status=507, code="storage_full")
     for kind, status, code, passes in _REFUSALS:

@@ -25,7 +25,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edge_dflash.common.rules import is_deeper, lone_surrogate, surrogate_message
+from edge_dflash.common.rules import FieldError, is_deeper, refuse_surrogates
 from edge_dflash.decode.options import PlanOptions
 from edge_dflash.errors import ConfigError
 from edge_dflash.serve.config import LimitConfig
@@ -207,8 +207,11 @@ def parse_object(body: bytes, depth: int) -> dict[str, Any]:
         raise _too_deep(depth) from None
     if not isinstance(value, dict):
         raise Refusal(f"the body is of type {type(value).__name__}; send a JSON object", code="json")
-    if b"\\ud" in body.lower() and (place := lone_surrogate(value, "")) is not None:  # in UTF-8 only by an escape
-        raise Refusal(surrogate_message(place), param=place, code="json")
+    if b"\\ud" in body.lower():  # in UTF-8 only by an escape
+        try:
+            refuse_surrogates(value, "")
+        except FieldError as error:
+            raise Refusal(str(error), param=error.place, code="json") from None
     if is_deeper(value, depth):
         raise _too_deep(depth)
     return value

@@ -8,12 +8,11 @@ have one meaning here (``best_of``, penalties) are taken at that meaning only. W
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from edge_dflash.client.api import WORDS
-from edge_dflash.decode.options import PlanOptions
+from edge_dflash.decode.options import DECLARED, PlanOptions
 from edge_dflash.decode.sampling import MOST_ALTERNATIVES, Sampling
 from edge_dflash.runner.planning import MOST_CANDIDATES
 from edge_dflash.serve.config import ServeConfig
@@ -158,15 +157,11 @@ def _stop(fields: BodyFields, options: PlanOptions) -> None:
     options["stop"] = tuple(texts)
 
 
-_F = BodyFields
-_READERS: dict[type, Callable[..., Any]] = {str: _F.text, bool: _F.flag, int: _F.integer, float: _F.number}
-
-
 def _extension(extra: BodyFields, options: PlanOptions) -> tuple[str | None, bool]:
     """Read what stands under ``edge_dflash``; return the session and whether token ids are wanted."""
-    for name, (kind, *bounds) in WORDS.items():
-        if (value := _READERS[kind](extra, name, *bounds)) is not None:
-            options[name] = value  # type: ignore[literal-required]
+    for name, place in DECLARED.items():
+        if place.http and (value := extra.take(name, place.rule.schema)) is not None:
+            options[name] = place.rule.read(value, extra.name(name))  # type: ignore[literal-required]
     if (session := extra.text("session", facts=NAME)) is not None:
         session_name(session, extra.name("session"))
     with_tokens = extra.flag("tokens") or False

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from starlette.responses import Response
 
-from edge_dflash.backends.selftest import Mode
 from edge_dflash.board.power import EnergyMeter
 from edge_dflash.board.state import BoardState
 from edge_dflash.common import progress
 from edge_dflash.pictures.decode import INSTALL, reads_files
 from edge_dflash.planner import Planner
+from edge_dflash.runner.settings import OpenOptions
 from edge_dflash.runner.stream import AsyncPlanStream
 from edge_dflash.serve.config import MIB, ServeConfig
 from edge_dflash.serve.fields import Refusal, dump, refusal
@@ -108,32 +108,23 @@ class Service:
 
     def load(self, show: progress.Progress = progress.unheard) -> None:
         """Open the bundle and go through its self-test; ``show`` is told how far it is. Blocks: called on a thread."""
-        service, engine = self.config.service, self.config.engine
+        service = self.config.service
 
         def report(stage: str, done: int, total: int) -> None:
             if not done:
                 self.notifier.status(f"loading {self.config.model}: {stage}")
             show(stage, done, total)
 
-        planner = Planner.open(
-            service.bundle,
-            lanes=engine.lanes or None,
-            prompt_share=engine.prompt_share,
-            queue=engine.queue,
-            prefix_bytes=engine.prefix_mib * MIB,
-            fallback=engine.fallback,
-            drafts=None if engine.drafts < 0 else engine.drafts,
-            drafter=engine.drafter,
-            images=engine.images,
-            image_pixels=engine.image_pixels,
-            record=recording_in(Path(service.state_dir), service.record_mib * MIB) if service.record else None,
-            check_hashes=service.check_hashes,
-            self_test=cast(Mode, service.self_test),
-            progress=report,
-            observer=self.observer,
-        )
+        planner = Planner.open(service.bundle, progress=report, observer=self.observer, **self._settings())
         planner.warm_up()
         self.take(planner)
+
+    def _settings(self) -> OpenOptions:
+        service, made = self.config.service, self.config.engine.options
+        made |= {"check_hashes": service.check_hashes, "self_test": service.self_test}
+        if service.record:
+            made["record"] = recording_in(Path(service.state_dir), service.record_mib * MIB)
+        return made
 
     def take(self, planner: Planner) -> None:
         """Serve this planner, which was opened with :attr:`observer`; it is closed in the end."""

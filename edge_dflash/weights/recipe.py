@@ -6,15 +6,16 @@ Module classes are those of :class:`edge_dflash.model.program.WeightSpec`; the f
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from sys import float_info
 from typing import Literal
 
 from edge_dflash.common.files import directory, is_file
-from edge_dflash.common.tables import Table, read_table
+from edge_dflash.common.rules import LINE, TEXT, Items, Object, either, number, one_of, only, whole
+from edge_dflash.common.tables import read_yaml
 from edge_dflash.errors import RecipeError
 from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.registry import DRAFTERS
@@ -208,19 +209,56 @@ def default_recipe() -> Recipe:
 
 
 SCHEMA = 1
-KEYS = (
-    "schema",
-    "name",
-    "description",
-    "target",
-    "drafter",
-    "overrides",
-    "masks",
-    "requantize",
-    "activations",
-    "kv",
-    "calibration",
-    "context",
+_POSITIVE = whole(1).saying("a positive integer")
+
+
+def _modules(names: Sequence[str]) -> Object:
+    """The wishes that a recipe may have for each class of modules."""
+    return Object({name: one_of(*(wish for wish in WISHES if _may_be(name, wish))) for name in names})
+
+
+def _may_be(module: str, wish: Wish) -> bool:
+    if module in WIDE_MODULES:
+        return wish in ("bf16", "keep")
+    return module not in NVFP4_REFUSED or wish != "nvfp4"
+
+
+_RECIPE = Object(
+    {
+        "schema": only(f"give {SCHEMA}, the version that this edge-dflash reads", SCHEMA),
+        "name": LINE,
+        "description": TEXT,
+        "target": _modules(TARGET_MODULES),
+        "drafter": _modules(DRAFTER_MODULES),
+        "overrides": Items(
+            Object(
+                {"match": LINE, "format": one_of(*WISHES)},
+                {"match": "give a glob of names", "format": f"give one of {', '.join(WISHES)}"},
+            )
+        ),
+        "masks": Items(
+            Object(
+                {
+                    "match": LINE,
+                    "block": one_of("config", "causal", "bidirectional"),
+                    "window": either(one_of("config", "none"), whole(1), "a positive integer, none or config"),
+                },
+                {"match": "give a glob of the drafter's layers"},
+            )
+        ),
+        "requantize": one_of("never", "fp8"),
+        "activations": one_of("bf16", "nvfp4"),
+        "kv": one_of("fp8", "bf16"),
+        "calibration": Object(
+            {
+                "file": LINE,
+                "tokens": _POSITIVE,
+                "margin": number(1, float_info.max).saying("a number from 1 (a scale is multiplied by it)"),
+            }
+        ),
+        "context": Object({"max_context": _POSITIVE, "prefill_chunk": _POSITIVE, "lanes": _POSITIVE}),
+    },
+    {"schema": f"give {SCHEMA}, the version that this edge-dflash reads", "name": "give a text"},
 )
 
 
@@ -230,62 +268,16 @@ def load_recipe(path: str | Path) -> Recipe:
     Raises RecipeError naming the file, the key, the value found and what is accepted.
     """
     path = Path(path)
-    table = read_table(path, KEYS, "engines/README.md")
-    if table.get("schema") != SCHEMA:
-        raise table.wrong("schema", f"{SCHEMA}, the version that this edge-dflash reads")
-    recipe = Recipe(
-        name=table.text("name", None),
-        description=table.text("description", ""),
-        target=_modules(table.child("target", TARGET_MODULES), DEFAULT_TARGET),
-        drafter=_modules(table.child("drafter", DRAFTER_MODULES), DEFAULT_DRAFTER),
-        overrides=tuple(
-            Override(entry.text("match", None), entry.one_of("format", WISHES, None))
-            for entry in table.children("overrides", ("match", "format"))
-        ),
-        masks=tuple(_mask(entry) for entry in table.children("masks", ("match", "block", "window"))),
-        requantize=table.one_of("requantize", ("never", "fp8"), "never"),
-        activations=table.one_of("activations", ("bf16", "nvfp4"), "bf16"),
-        kv=table.one_of("kv", ("fp8", "bf16"), "fp8"),
-        calibration=_calibration(table.child("calibration", ("file", "tokens", "margin"))),
-        context=_context(table.child("context", ("max_context", "prefill_chunk", "lanes"))),
-    )
-    beside = path.parent / recipe.calibration.file
-    if is_file(beside):
-        recipe = replace(recipe, calibration=replace(recipe.calibration, file=str(beside.resolve())))
+    found = read_yaml(path, _RECIPE, "engines/README.md")
+    del found["schema"]
+    found["target"] = {**DEFAULT_TARGET, **found.get("target", {})}
+    found["drafter"] = {**DEFAULT_DRAFTER, **found.get("drafter", {})}
+    found["overrides"] = tuple(Override(**one) for one in found.get("overrides", ()))
+    found["masks"] = tuple(MaskOverride(**one) for one in found.get("masks", ()))
+    found["calibration"] = Calibration(**found.get("calibration", {}))
+    found["context"] = Context(**found.get("context", {}))
+    recipe = Recipe(**found)
+    near = path.parent / recipe.calibration.file
+    if is_file(near):
+        recipe = replace(recipe, calibration=replace(recipe.calibration, file=str(near.resolve())))
     return recipe
-
-
-def _modules(table: Table, default: Mapping[str, Wish]) -> dict[str, Wish]:
-    wishes = dict(default)
-    for module in table.given:
-        accepted: tuple[Wish, ...] = ("bf16", "keep") if module in WIDE_MODULES else WISHES
-        if module in NVFP4_REFUSED:
-            accepted = tuple(wish for wish in WISHES if wish != "nvfp4")
-        wishes[module] = table.one_of(module, accepted, None)
-    return wishes
-
-
-def _mask(table: Table) -> MaskOverride:
-    words: tuple[Literal["config", "none"], ...] = ("config", "none")
-    window = table.get("window", "config")
-    if window not in words and (isinstance(window, bool) or not isinstance(window, int) or window <= 0):
-        raise table.wrong("window", "a positive integer, none or config")
-    return MaskOverride(
-        match=table.text("match", None),
-        block=table.one_of("block", ("config", "causal", "bidirectional"), "config"),
-        window=table.one_of("window", words, "config") if isinstance(window, str) else table.positive("window", 1),
-    )
-
-
-def _calibration(table: Table) -> Calibration:
-    default = Calibration()
-    margin = table.get("margin", default.margin)
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 1 <= margin < math.inf:
-        raise table.wrong("margin", "a number from 1 (a scale is multiplied by it)")
-    return Calibration(table.text("file", default.file), table.positive("tokens", default.tokens), float(margin))
-
-
-def _context(table: Table) -> Context:
-    default = Context()
-    chunk = table.positive("prefill_chunk", 1) if "prefill_chunk" in table.given else default.prefill_chunk
-    return Context(table.positive("max_context", default.max_context), chunk, table.positive("lanes", default.lanes))

@@ -5,7 +5,7 @@ import pytest
 from edge_dflash.common import rules
 from edge_dflash.common.suggest import slip_of
 from edge_dflash.decode.grammar.schema_keywords import KNOWN
-from edge_dflash.decode.options import OPTIONS
+from edge_dflash.decode.options import RULES
 
 KEYS = ("attention_factor", "rope_theta", "top_k", "hidden_size", "minLength", "beta_slow", "layer_types", "conv1_size")
 
@@ -57,13 +57,13 @@ OTHERS = (  # options of other engines for a request, which mean something else 
 @pytest.mark.parametrize("name", OTHERS)
 def test_options_of_others_that_mean_something_else_are_not_answered_with_one_of_ours(name):
     with pytest.raises(rules.RequestError, match=f"^{name} is unknown; known are"):
-        rules.refuse_unknown(OPTIONS, [name])
+        rules.refuse_unknown(RULES, [name])
 
 
-@pytest.mark.parametrize("name", [name for name, ours in rules.SAME.items() if ours in OPTIONS])
+@pytest.mark.parametrize("name", [name for name, ours in rules.SAME.items() if ours in RULES])
 def test_other_names_of_the_same_option_are_answered(name):
     with pytest.raises(rules.RequestError, match=rf"^{name} is unknown; did you mean {rules.SAME[name]}\? known are"):
-        rules.refuse_unknown(OPTIONS, [name])
+        rules.refuse_unknown(RULES, [name])
 
 
 @pytest.mark.parametrize("name", ["minContain", "maxContain", "definition", "const_", "nullable", "optional", "any_of"])

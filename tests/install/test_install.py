@@ -26,7 +26,8 @@ from edge_dflash.install.host import InstallPaths, Systemd, host_of
 from edge_dflash.install.memory import memory_parts
 from edge_dflash.install.service import InstallOptions, check_visible, find_program, install, remove, rollback
 from edge_dflash.model import pair_programs
-from edge_dflash.serve.config import EngineConfig, ServeConfig, load_config
+from edge_dflash.runner.settings import OpenSettings
+from edge_dflash.serve.config import ServeConfig, load_config
 
 UNITS = [
     "etc/edge-dflash/config.toml",
@@ -709,7 +710,7 @@ def test_bounds_count_what_a_pair_that_sees_may_take(made):
     pair = golden_pair("vision")
     seeing = replace(read_manifest(made / "one"), pair=pair, weights=dict.fromkeys(pair_programs(pair).weights, "bf16"))
     parts, fewer = (
-        memory_parts(seeing, ServeConfig(engine=EngineConfig(image_pixels=n))) for n in (40_000_000, 20_000_000)
+        memory_parts(seeing, ServeConfig(engine=OpenSettings(image_pixels=n))) for n in (40_000_000, 20_000_000)
     )
     assert parts["larger images"] == 16 * 20_000_000
     assert fewer["larger images"] == 0

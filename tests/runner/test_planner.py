@@ -9,7 +9,7 @@ from fakes import SHAPE, FakeBackend
 from planner_support import Gate
 from text_support import thinking_tokenizer, write_tokenizer
 
-from edge_dflash.decode.options import OPTIONS, Options, PlanOptions
+from edge_dflash.decode.options import RULES, Options, PlanOptions
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.result import Increment, PlanTimings, json_object
@@ -315,7 +315,7 @@ def test_a_dropped_stream_ends_its_request():
 
 def test_the_options_of_the_types_are_those_of_the_values():
     fields = {field.name for field in dataclasses.fields(Options)}
-    assert set(PlanOptions.__annotations__) == fields == OPTIONS.keys()
+    assert set(PlanOptions.__annotations__) == fields == RULES.keys()
 
 
 # stop texts ----------------------------------------------------------------------------------------------------------

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import socket
-import tomllib
-from dataclasses import fields
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from edge_dflash.errors import ConfigError, ServiceError
-from edge_dflash.serve.config import ServeConfig, from_table, load_config
+from edge_dflash.runner.settings import OpenSettings
+from edge_dflash.serve.config import ServeConfig, from_table, load_config, written
 from edge_dflash.serve.limits import read_keys
 from edge_dflash.serve.server import listening
 
@@ -17,38 +15,33 @@ FILE = Path(__file__).resolve().parents[2] / "deploy" / "config.toml"
 
 
 def test_the_documented_file_is_the_defaults():
+    assert FILE.read_text() == written()
     assert load_config(FILE) == ServeConfig()
-
-
-def test_the_documented_file_has_every_key_with_a_comment():
-    table = tomllib.loads(FILE.read_text())
-    for section in fields(ServeConfig):
-        assert list(table[section.name]) == [key.name for key in fields(getattr(ServeConfig(), section.name))]
-    lines = FILE.read_text().splitlines()
-    for before, line in pairwise(lines):
-        if "=" in line and not line.startswith("#"):
-            assert before.startswith("# "), line
 
 
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("[service]\nbundel = 'x'", "service.bundel is unknown; keys of service are bundle"),
+        ("[service]\nbundel = 'x'", "service.bundel is unknown; did you mean bundle? known are bundle, model"),
         ("[server]\n", "'server' is no section"),
         ("bundle = 'x'", "'bundle' is no section"),
-        ("[service]\nrecord = 1", "service.record is '1'; give true or false"),
-        ("[service]\nrecord_mib = 0", "service.record_mib is 0; give at least 1"),
+        ("[service]\nrecord = 1", "service.record is 1; give true or false"),
+        ("[service]\nrecord_mib = 0", "service.record_mib is 0; give a whole number of at least 1"),
         ("[engine]\nqueue = 'many'", "engine.queue is 'many'; give a whole number"),
-        ("[engine]\nqueue = true", "engine.queue is 'True'"),
-        ("[engine]\nqueue = 0", "engine.queue is 0; give at least 1"),
+        ("[engine]\nqueue = true", "engine.queue is True; give a whole number of at least 1"),
+        ("[engine]\nqueue = 0", "engine.queue is 0; give a whole number of at least 1"),
+        ("[engine]\nlanes = 9", "engine.lanes is 9; give a whole number from 1 to 8, or 0"),
+        ("[engine]\ndrafts = -2", "engine.drafts is -2; give a whole number of at least 0, or -1"),
+        ('[service]\nmodel = "a\\u0000"', "service.model is 'a"),
+        ("[engine]\nlanes = false", "engine.lanes is False"),
         ("[limits]\nnew_tokens = -1", "limits.new_tokens is -1"),
-        ("[timeouts]\nbody = 0", "timeouts.body is 0.0; give seconds above 0"),
+        ("[timeouts]\nbody = 0", "timeouts.body is 0; give seconds above 0"),
         ("[timeouts]\nbody = nan", "timeouts.body is nan"),
         ("[timeouts]\nbody = inf", "timeouts.body is inf"),
-        (f"[timeouts]\nbody = {10**400}", "timeouts.body is inf"),
-        ("[defaults]\ndraft_confidence = 1.5", "defaults.draft_confidence is 1.5; give 0 to 1"),
-        ("[defaults]\ndraft_confidence = -0.1", "defaults.draft_confidence is -0.1; give 0 to 1"),
-        ("[sessions]\nsave = 'often'", "sessions.save is 'often'; accepted are turn, shutdown, never"),
+        (f"[timeouts]\nbody = {10**400}", "timeouts.body is 1000"),
+        ("[defaults]\ndraft_confidence = 1.5", "defaults.draft_confidence is 1.5; give a number from 0 to 1"),
+        ("[defaults]\ndraft_confidence = -0.1", "defaults.draft_confidence is -0.1; give a number from 0 to 1"),
+        ("[sessions]\nsave = 'often'", "sessions.save is 'often'; give one of turn, shutdown, never"),
         ("[service]\nself_test = 'maybe'", "service.self_test is 'maybe'"),
         ("[service]\nsocket_mode = '0666'", "give 0600 or 0660"),
         ("[service]\nsocket_mode = 'rw'", "give 0600 or 0660"),
@@ -67,6 +60,12 @@ def test_what_is_wrong_is_named(tmp_path, text, named):
         load_config(path)
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_engine_has_the_planners_own_settings():
+    found = from_table({"engine": {"lanes": 0, "drafts": 3, "prefix_mib": 2, "images": 0}}).engine
+    assert found == OpenSettings(drafts=3, prefix_bytes=2 << 20, images=0)
+    assert from_table({"engine": {"lanes": 2, "drafts": -1}}).engine == OpenSettings(lanes=2)
 
 
 def test_unreadable_files_are_named(tmp_path):
