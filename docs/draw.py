@@ -21,6 +21,7 @@ from edge_dflash.demo.seeing import PICTURED  # noqa: E402
 from edge_dflash.demo.tasks import task_from_json  # noqa: E402
 
 INK, GREY, BLUE, GREEN, RED, PAPER = "#1f2933", "#d9dee4", "#9ec5f4", "#9fdcb0", "#f3a6a0", "#ffffff"
+SHOWN = ("qwen3.6-27b", "qwen3.5-9b", "qwen3-8b", "qwen3.5-4b")  # pairs of the README's table of results
 
 
 class Picture:
@@ -91,6 +92,27 @@ def cycle() -> str:
     return picture.svg()
 
 
+def speed() -> str:
+    """Tokens a second, plain and speculative, of the newest run of each pair in docs/results/bench-h200.json."""
+    runs = json.loads((ROOT / "docs" / "results" / "bench-h200.json").read_text(encoding="utf-8"))["runs"]
+    newest = {name: run for run in runs if (name := run["pair"].partition(",")[0]) in SHOWN}
+    shown = sorted(newest.items(), key=lambda each: each[1]["plain"]["tokens_per_second"])
+    picture = Picture(800, 62 * len(shown) + 34, "Tokens a second, plain and speculative")
+    scale = 400 / max(run["speculative"]["tokens_per_second"] for _, run in shown)
+    for i, (pair, run) in enumerate(shown):
+        picture.words(150, 36 + 62 * i, pair, anchor="end", bold=True)
+        picture.words(150, 54 + 62 * i, run["weights"].upper(), anchor="end")
+        for at, (way, fill) in enumerate((("plain", GREY), ("speculative", GREEN))):
+            rate, y = run[way]["tokens_per_second"], 16 + 62 * i + 24 * at
+            picture.box(160, y, max(2.0, round(scale * rate)), 20, fill=fill)
+            more = f"  ({run['speed_up']:.1f} times)" if at else ""
+            picture.words(168 + round(scale * rate), y + 15, f"{rate:,.0f} {way}{more}", anchor="start")
+    accepted = shown[0][1]["forced_accept_length"]
+    note = f"tokens a second on an H200, the same tokens; random weights, accept length {accepted:g} forced"
+    picture.words(160, 62 * len(shown) + 24, note, anchor="start")
+    return picture.svg()
+
+
 def purpose(room: str) -> str:
     """The first sentence of a room's docstring."""
     path = ROOT / "edge_dflash" / room
@@ -128,7 +150,8 @@ def content(file: bytes) -> bytes:
 def main() -> int:
     """Write the pictures, or compare them."""
     stale = []
-    for name, made in (("cycle.svg", cycle().encode()), ("rooms.svg", rooms().encode()), ("world.png", world())):
+    drawn = {"cycle.svg": cycle().encode(), "speed.svg": speed().encode(), "rooms.svg": rooms().encode()}
+    for name, made in {**drawn, "world.png": world()}.items():
         path = ROOT / "docs" / "pictures" / name
         if "--check" not in sys.argv:
             path.write_bytes(made)

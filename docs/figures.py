@@ -20,7 +20,7 @@ from edge_dflash.weights.recipe import load_recipe
 ROOT = Path(__file__).resolve().parents[1]
 PAIR = ROOT / "tests" / "configs" / "qwen3.6-27b-sees"
 RECIPE = "qwen3.6-27b-sm110"
-PAGES = ("thor.md", "results.md", "backends.md", "native/tower.md", "native/prefill.md")
+PAGES = ("thor.md", "results.md", "backends.md", "lab/tower.md", "lab/prefill.md")
 MARKED = re.compile(r"(<!-- figures: (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 BOARDS = ("agx-thor", "t4000", "orin-agx-64")
 PROMPTS = (512, 2048)  # tokens

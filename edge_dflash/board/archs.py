@@ -81,7 +81,7 @@ class Arch:
 
 
 BACKENDS = ("reference", "native", "tensorrt")
-# What kernels did on an H200: docs/native/prefill.md, experts.md, tower.md, linears.md, lanes.md.
+# What kernels did on an H200: docs/lab/prefill.md, experts.md, tower.md, linears.md, lanes.md.
 _TILES = reached("linear_tiles.cu", 274e12, "Qwen3.6-27B, gate up, 512 rows")
 _EXPERTS = reached("experts_linear.cu", 95.6e12, "Qwen3.6-35B-A3B, a layer, 512 rows in 309 us")
 _TOWER = KernelRate("tower.cu", 599.0, "by proxy", "20 multiprocessors: a frame of Qwen3.6-27B in 113 ms")
@@ -103,7 +103,7 @@ ARCHS = (
         joint=RowRates(_ON_CPU.kernel, ((1, 8e9),), _ON_CPU.how, _ON_CPU.where),
         least_rows=32,
     ),
-    # AGX Orin 64GB: 170 INT8 TOPS sparse of the GPU. A cycle: docs/native/boards.md, other steps than linears included
+    # AGX Orin 64GB: 170 INT8 TOPS sparse of the GPU. A cycle: docs/lab/boards.md, other steps than linears included
     Arch(
         *("sm87", 87, "sm87", "tensorrt", Chip(16, 1.30e9), 2048),
         *_few(2048, RowRates("linear.cu", ((16, 532.0),), "by proxy", "16 multiprocessors: a 27B cycle in 82.9 ms")),

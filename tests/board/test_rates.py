@@ -19,7 +19,7 @@ from edge_dflash.cli.inspect import render
 from edge_dflash.model import pair_programs
 from edge_dflash.weights.recipe import default_recipe
 
-NATIVE, RESULTS = ROOT / "docs" / "native", ROOT / "docs" / "results"
+NATIVE, RESULTS = ROOT / "docs" / "lab", ROOT / "docs" / "results"
 GPUS = [arch for arch in ARCHS if arch.sm]
 
 
@@ -136,7 +136,7 @@ def test_a_rate_of_the_data_sheet_is_found():
 
 def test_products_are_those_of_the_kernels_not_of_instructions_that_they_lack():
     thor = find_arch("sm110")
-    assert 55e12 < thor.mma * thor.chip.clocks < 65e12  # docs/native/boards.md: a quarter of tcgen05
+    assert 55e12 < thor.mma * thor.chip.clocks < 65e12  # docs/lab/boards.md: a quarter of tcgen05
     for arch in GPUS:
         assert arch.mma <= (4096 if "wgmma" in arch.features else 2048)
 
