@@ -11,7 +11,7 @@ not carry all later ones away, and compares three things:
   shows (taps off by one): the demo pair keeps 93 % of its drafts when activations and KV are rounded in another way,
   and at most 67 % with taps, theta or weights that are wrong.
 - accept length: at least 70 % of the one seen at build, and never less than 1.
-- rows of one picture, where the target has a vision tower: see :mod:`edge_dflash.bundle.towertest`.
+- rows of one picture, where the target has a vision tower: see :mod:`edge_dflash.bundle.selftest`.
 
 It cannot see what the recording cannot show: a drafter whose config was wrong at build time already (the build warns
 when its accept length is low), a window longer than the prompt, or a fault that changes no choice of this prompt.
@@ -28,8 +28,7 @@ from typing import Literal
 
 from edge_dflash.backends.selftest_result import SelfTestResult, TokenDifference
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.bundle.selftest import SELFTEST, SelfTest, bf16_step, load_selftest
-from edge_dflash.bundle.towertest import chart
+from edge_dflash.bundle.selftest import SELFTEST, SelfTest, bf16_step, chart, load_selftest
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Backend, Rows
 from edge_dflash.errors import BackendError, VerificationError

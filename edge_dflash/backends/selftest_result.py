@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from edge_dflash.bundle.towertest import TowerResult
+from edge_dflash.bundle.selftest import TowerResult
 
 DRAFT_FLOOR = 0.8  # share of the drafts, where bits are not promised
 ROUNDING = 3.0  # times the rounding seen at build: the most that the logits of the median row may move

@@ -31,12 +31,10 @@ from edge_dflash.weights.formats import (
     WeightStore,
     WideWeight,
 )
-from edge_dflash.weights.layout import Repacked
-from edge_dflash.weights.packing import pack, row_blocks, shared_part
+from edge_dflash.weights.layout import Repacked, Words, pack, row_blocks, shared_part
 from edge_dflash.weights.quantize import ENCODERS, absmax, dequantize, fused_group, quantize_nvfp4, wide_tensor
 from edge_dflash.weights.safetensors import forget_pages
 from edge_dflash.weights.stacks import AnyStack, ExpertStack, Stack
-from edge_dflash.weights.words import Words
 
 ROW_BLOCK = 8 << 20  # bytes of a wide matrix that one call reads
 AHEAD = 4  # blocks of rows that are repacked while the one before them is written

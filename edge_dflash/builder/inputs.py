@@ -10,7 +10,7 @@ from edge_dflash.bundle.manifest import SourceFile
 from edge_dflash.common.files import is_there, open_regular
 from edge_dflash.errors import BundleError, CheckpointError
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.model.vision_config import FILE, FLAT_FILE
+from edge_dflash.model.vision import FILE, FLAT_FILE
 from edge_dflash.text.template_files import TOKENIZER_FILES, read_object, read_templates, tokenizer_files
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.checkpoint import PairCheckpoint, checkpoint_pair

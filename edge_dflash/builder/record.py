@@ -23,8 +23,7 @@ from edge_dflash.backends.reference.dense import arithmetic
 from edge_dflash.builder.calibration_prompts import read_prompts
 from edge_dflash.builder.convert import one_thread
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.bundle.selftest import SCHEMA, BestLogits, SelfTest, accept_floor
-from edge_dflash.bundle.towertest import TowerTest, chart
+from edge_dflash.bundle.selftest import SCHEMA, BestLogits, SelfTest, TowerTest, accept_floor, chart
 from edge_dflash.common.files import directory
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Backend, Precision

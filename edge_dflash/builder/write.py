@@ -38,7 +38,7 @@ from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.text.template_files import FOLDER
 from edge_dflash.version import __version__
-from edge_dflash.weights.words import words_of
+from edge_dflash.weights.layout import words_of
 
 __all__ = ["BuildConfig", "BuildResult", "build"]
 

@@ -26,10 +26,9 @@ from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.vision import TOWER
 from edge_dflash.weights.formats import FORMATS, SCALAR, TIED, Array, Weight, WeightFormat
-from edge_dflash.weights.layout import Repacked
+from edge_dflash.weights.layout import Repacked, Words
 from edge_dflash.weights.safetensors import DTYPES, forget_pages
 from edge_dflash.weights.stacks import AnyStack, pair_experts, pair_stacks, tower_stacks
-from edge_dflash.weights.words import Words
 
 CHUNK = 8 << 20  # bytes read or written at once
 # Tensors of a stack: one of these by its NVFP4 words (the last for other formats, and for NVFP4 of older bundles),

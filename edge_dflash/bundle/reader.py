@@ -28,9 +28,8 @@ from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import FORMATS, TIED, Array, Weight
 from edge_dflash.weights.layout import Repacked
-from edge_dflash.weights.packing import unpack_weight
 from edge_dflash.weights.safetensors import TensorFiles
-from edge_dflash.weights.stacks import AnyStack
+from edge_dflash.weights.stacks import AnyStack, unpack_weight
 
 Progress: TypeAlias = Callable[[int, int], None]  # (bytes done, bytes in all)
 Stacks: TypeAlias = dict[str, tuple[AnyStack, Repacked]]  # by key

@@ -20,11 +20,9 @@ from edge_dflash.board.archs import Arch
 from edge_dflash.board.rates import Chip
 from edge_dflash.bundle.parts import stack_bytes
 from edge_dflash.decode.sights import SEEN_BYTES
-from edge_dflash.model.experts import Experts
-from edge_dflash.model.ops import Attend, KvAppend, Linear, SelectRows, StateOp
+from edge_dflash.model.ops import Attend, Experts, FrameAttend, KvAppend, Linear, SelectRows, StateOp
 from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program, State
 from edge_dflash.model.specs import PairSpec, VisionSpec
-from edge_dflash.model.vision_ops import FrameAttend
 from edge_dflash.pictures.decode import DEFAULT_LIMITS
 from edge_dflash.pictures.gate import in_flight
 from edge_dflash.pictures.resize import target_size
@@ -372,7 +370,7 @@ def expert_weights(program: Program, op: Experts) -> int:
 def row_weights(program: Program, op: Experts) -> int:
     """Weights that each row is multiplied with."""
     weights = program.weights
-    always = (op.router, *(op.shared.weights if op.shared else ()))
+    always = (op.router, *(op.shared or ()))
     return op.top_k * expert_weights(program, op) + sum(prod(weights[name].shape) for name in always)
 
 

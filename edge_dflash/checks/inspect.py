@@ -27,8 +27,7 @@ from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.decode.drafts import share_of
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.experts import Experts
-from edge_dflash.model.ops import Linear
+from edge_dflash.model.ops import Experts, Linear
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import DrafterLayerMask, PairSpec
 from edge_dflash.weights.formats import TIED, KvFormat, WeightFormat

@@ -24,8 +24,7 @@ from edge_dflash.decode.options import Options
 from edge_dflash.decode.pictured import Pictured, Placed, Seen, Sight
 from edge_dflash.decode.tree import Parents
 from edge_dflash.decode.walk import WalkRows
-from edge_dflash.model.experts import Experts
-from edge_dflash.model.ops import GroupedConv, MarkovWalk, Op, SelectorWalk
+from edge_dflash.model.ops import Experts, GroupedConv, MarkovWalk, Op, SelectorWalk
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import Array, WeightStore

@@ -28,7 +28,14 @@ from edge_dflash.model.ops import (
     SwiGlu,
 )
 from edge_dflash.model.program import DeltaState, KvState, Program, State, WeightKind, WeightSpec
-from edge_dflash.model.specs import AttentionSpec, GatedDeltaSpec, GroupedConvSpec, MarkovSpec, SelectorSpec
+from edge_dflash.model.specs import (
+    AttentionSpec,
+    GatedDeltaSpec,
+    GroupedConvSpec,
+    LayerSpec,
+    MarkovSpec,
+    SelectorSpec,
+)
 
 
 class GraphBuilder:
@@ -99,7 +106,7 @@ class GraphBuilder:
     def elementwise(self, op: type[Elementwise], inputs: tuple[str, ...], out: str) -> str:
         """An op on tensors with the same columns."""
         for other in inputs[1:]:
-            self._same(inputs[0], other)
+            self._expect(other, self._columns[inputs[0]])
         return self.emit(op(inputs=inputs, output=out), self._columns[inputs[0]])
 
     def concat(self, tensors: tuple[str, ...], out: str) -> str:
@@ -110,57 +117,35 @@ class GraphBuilder:
         """Keep the last row, or all rows but the first."""
         return self.emit(SelectRows(inputs=(x,), output=out, which=which), self._columns[x])
 
-    def attend(
-        self,
-        q: str,
-        k: str,
-        v: str,
-        prefix: str,
-        spec: AttentionSpec,
-        eps: float,
-        out: str,
-        *,
-        plus_one: bool,
-        bidirectional: bool = False,
-        window: int | None = None,
-    ) -> str:
-        """Attention of the layer ``prefix`` (for example ``target.layers.3``) over its KV state."""
-        q_norm, k_norm = (f"{prefix}.self_attn.{n}_norm" for n in "qk")
-        state = self._kv_state(prefix, spec)
-        for norm in (q_norm, k_norm):
-            self.weight(norm, (spec.head_dim,), "vector", "norm")
-        self._expect(q, spec.heads * spec.head_dim * (2 if spec.gated else 1))
-        self._expect(k, spec.kv_heads * spec.head_dim)
-        self._same(k, v)
+    def attend(self, q: str, k: str, v: str, prefix: str, spec: AttentionSpec, layer: LayerSpec) -> str:
+        """Attention of the layer ``prefix`` (for example ``target.layers.3``) over its KV cache: ``{prefix}.attn``."""
+        columns = spec.heads * spec.head_dim
+        self._expect(q, columns * (2 if spec.gated else 1))
         op = Attend(
             inputs=(q, k, v),
-            output=out,
-            state=state,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=eps,
-            plus_one=plus_one,
+            output=f"{prefix}.attn",
+            state=self._kv_state(k, v, prefix, spec),
+            q_norm=self.weight(f"{prefix}.self_attn.q_norm", (spec.head_dim,), "vector", "norm"),
+            k_norm=self.weight(f"{prefix}.self_attn.k_norm", (spec.head_dim,), "vector", "norm"),
+            eps=layer.eps,
+            plus_one=layer.plus_one,
             rope=spec.rope,
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
             gated=spec.gated,
-            bidirectional=bidirectional,
-            window=window,
+            bidirectional=layer.bidirectional,
+            window=layer.window,
         )
-        return self.emit(op, spec.heads * spec.head_dim)
+        return self.emit(op, columns)
 
-    def kv_append(self, k: str, v: str, prefix: str, spec: AttentionSpec, eps: float, out: str) -> str:
-        """Store context K/V of the drafter layer ``prefix``."""
-        k_norm = f"{prefix}.self_attn.k_norm"
-        self.weight(k_norm, (spec.head_dim,), "vector", "norm")
-        self._expect(k, spec.kv_heads * spec.head_dim)
-        self._same(k, v)
+    def kv_append(self, k: str, v: str, prefix: str, spec: AttentionSpec, eps: float) -> str:
+        """Store context K/V of the drafter layer ``prefix``: ``{prefix}.ctx``."""
         op = KvAppend(
             inputs=(k, v),
-            output=out,
-            state=self._kv_state(prefix, spec),
-            k_norm=k_norm,
+            output=f"{prefix}.ctx",
+            state=self._kv_state(k, v, prefix, spec),
+            k_norm=self.weight(f"{prefix}.self_attn.k_norm", (spec.head_dim,), "vector", "norm"),
             eps=eps,
             plus_one=False,
             rope=spec.rope,
@@ -169,32 +154,22 @@ class GraphBuilder:
         )
         return self.emit(op, 0)
 
-    def gated_delta(
-        self, qkv: str, z: str, a: str, b: str, prefix: str, spec: GatedDeltaSpec, eps: float, out: str
-    ) -> str:
-        """Gated delta rule of the layer ``prefix``."""
-        name = f"{prefix}.linear_attn"
-        width = spec.value_heads * spec.value_dim
-        self._expect(qkv, spec.conv_channels)
-        self._expect(z, width)
-        self._expect(a, spec.value_heads)
-        self._expect(b, spec.value_heads)
-        self.weight(f"{name}.conv1d", (spec.conv_channels, 1, spec.conv_kernel), "conv", "conv")
-        self.weight(f"{name}.A_log", (spec.value_heads,), "vector", "norm")
-        self.weight(f"{name}.dt_bias", (spec.value_heads,), "vector", "norm")
-        self.weight(f"{name}.norm", (spec.value_dim,), "vector", "norm")
-        state = f"{prefix}.delta"
+    def gated_delta(self, qkv: str, z: str, a: str, b: str, prefix: str, spec: GatedDeltaSpec, eps: float) -> str:
+        """Gated delta rule of the layer ``prefix``: ``{prefix}.delta``."""
+        name, state, width = f"{prefix}.linear_attn", f"{prefix}.delta", spec.value_heads * spec.value_dim
+        for tensor, columns in ((qkv, spec.conv_channels), (z, width), (a, spec.value_heads), (b, spec.value_heads)):
+            self._expect(tensor, columns)
         self._states[state] = DeltaState(
             spec.value_heads, spec.key_dim, spec.value_dim, spec.conv_channels, spec.conv_kernel
         )
         op = GatedDelta(
             inputs=(qkv, z, a, b),
-            output=out,
+            output=state,
             state=state,
-            conv=f"{name}.conv1d",
-            a_log=f"{name}.A_log",
-            dt_bias=f"{name}.dt_bias",
-            norm=f"{name}.norm",
+            conv=self.weight(f"{name}.conv1d", (spec.conv_channels, 1, spec.conv_kernel), "conv", "conv"),
+            a_log=self.weight(f"{name}.A_log", (spec.value_heads,), "vector", "norm"),
+            dt_bias=self.weight(f"{name}.dt_bias", (spec.value_heads,), "vector", "norm"),
+            norm=self.weight(f"{name}.norm", (spec.value_dim,), "vector", "norm"),
             eps=eps,
             key_heads=spec.key_heads,
             value_heads=spec.value_heads,
@@ -266,22 +241,19 @@ class GraphBuilder:
         return self.emit(op, 0)
 
     def _walk(self, name: str, rows: int, columns: int) -> str:
-        """A matrix of a walk."""
-        self.weight(name, (rows, columns), "walk", "walk")
-        return name
+        return self.weight(name, (rows, columns), "walk", "walk")
 
     def _affine(self, name: str, rows: int, columns: int) -> tuple[str, str]:
         """Matrix and bias of a walk."""
         self.weight(f"{name}.bias", (rows,), "vector", "walk")
         return self._walk(name, rows, columns), f"{name}.bias"
 
-    def _kv_state(self, prefix: str, spec: AttentionSpec) -> str:
+    def _kv_state(self, k: str, v: str, prefix: str, spec: AttentionSpec) -> str:
+        for tensor in (k, v):
+            self._expect(tensor, spec.kv_heads * spec.head_dim)
         self._states[f"{prefix}.kv"] = KvState(spec.kv_heads, spec.head_dim)
         return f"{prefix}.kv"
 
     def _expect(self, tensor: str, columns: int) -> None:
         if self._columns[tensor] != columns:
             raise ValueError(f"{self._name}: {tensor} has {self._columns[tensor]} columns, {columns} wanted")
-
-    def _same(self, a: str, b: str) -> None:
-        self._expect(b, self._columns[a])

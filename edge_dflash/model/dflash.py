@@ -24,14 +24,12 @@ any layer's otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from edge_dflash.model.blocks import attention, draft_rows, embed, logits, mlp
+from edge_dflash.model.blocks import decoder_layer, draft_rows, embed, logits
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import DECODER, either, read_attention, trained
 from edge_dflash.model.fields import Fields, Table, flag, free, inner, integer, integers, names, only
 from edge_dflash.model.program import Program
-from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, DrafterLayerMask, DrafterSpec, TargetSpec
+from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, DrafterLayerMask, DrafterSpec, LayerSpec, TargetSpec
 
 NAMES = ("DFlashDraftModel",)
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -128,7 +126,7 @@ def read(fields: Fields, target_layers: int | None) -> DrafterSpec:
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps"),
         attention=read_attention(fields, gated=False),
-        layers=read_masks(fields, dflash, fields.integer("num_hidden_layers")),
+        layers=_read_masks(fields, dflash, fields.integer("num_hidden_layers")),
         draft_vocab=None if drafted == vocab else drafted,
     )
 
@@ -140,8 +138,8 @@ def whole_vocabulary(fields: Fields, spec: DrafterSpec) -> None:
         raise fields.error("draft_vocab_size", spec.draft_vocab, wanted)
 
 
-def read_masks(fields: Fields, dflash: Fields, layers: int) -> tuple[DrafterLayerMask, ...]:
-    """Mask of each of ``layers`` layers; ``dflash`` is the object ``dflash_config``. Raises CheckpointError."""
+def _read_masks(fields: Fields, dflash: Fields, layers: int) -> tuple[DrafterLayerMask, ...]:
+    """Mask of each layer, as the table at the top of this file says."""
     types = _layer_types(fields, layers)
     windows = dflash.flag("use_swa")
     flags = ((fields, "is_causal"), (dflash, "causal"), (dflash, "is_causal"))
@@ -181,27 +179,29 @@ def append_context(g: GraphBuilder, taps: str, spec: DrafterSpec) -> None:
         prefix = f"drafter.layers.{index}"
         k = g.linear(f, f"{prefix}.self_attn.k_proj", kv_columns, "attention", f"{prefix}.ctx_k")
         v = g.linear(f, f"{prefix}.self_attn.v_proj", kv_columns, "attention", f"{prefix}.ctx_v")
-        g.kv_append(k, v, prefix, spec.attention, spec.rms_norm_eps, f"{prefix}.ctx")
+        g.kv_append(k, v, prefix, spec.attention, spec.rms_norm_eps)
 
 
-WriteLayer = Callable[[GraphBuilder, str, DrafterSpec, int], str]
-"""(g, x, spec, index) -> the layer's output."""
-
-
-def layer(g: GraphBuilder, x: str, spec: DrafterSpec, index: int) -> str:
-    """Output rows of one layer."""
-    prefix, mask, eps = f"drafter.layers.{index}", spec.layers[index], spec.rms_norm_eps
-    x = attention(
-        g, x, prefix, spec.attention, eps, plus_one=False, bidirectional=mask.bidirectional, window=mask.window
+def layers(spec: DrafterSpec) -> tuple[LayerSpec, ...]:
+    """Every layer by its mask."""
+    return tuple(
+        LayerSpec(
+            spec.attention,
+            spec.intermediate_size,
+            spec.rms_norm_eps,
+            bidirectional=mask.bidirectional,
+            window=mask.window,
+            conv=spec.conv,
+        )
+        for mask in spec.layers
     )
-    return mlp(g, x, prefix, spec.intermediate_size, eps, plus_one=False)
 
 
-def block(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec, one: WriteLayer = layer) -> str:
-    """Final hidden rows of the block [anchor, mask, ...], through layers that ``one`` writes."""
+def block(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec) -> str:
+    """Final hidden rows of the block [anchor, mask, ...]."""
     x = embed(g, target)
-    for index in range(spec.num_layers):
-        x = one(g, x, spec, index)
+    for index, layer in enumerate(layers(spec)):
+        x = decoder_layer(g, x, f"drafter.layers.{index}", layer)
     return g.rms_norm(x, "drafter.norm", spec.rms_norm_eps, "drafter.hidden", plus_one=False)
 
 

@@ -12,10 +12,9 @@ The context's keys and values are DFlash's: they are not convolved. Drafts are c
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from edge_dflash.model import dflash
-from edge_dflash.model.blocks import attend, draft_rows, gated_linear, logits
+from edge_dflash.model.blocks import draft_rows, logits
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import trained
 from edge_dflash.model.fields import Fields, integer
@@ -53,46 +52,12 @@ def read(fields: Fields, target_layers: int | None) -> DrafterSpec:
     return replace(spec, kind=KIND, conv=conv, head=head)
 
 
-def layer(g: GraphBuilder, x: str, spec: DrafterSpec, index: int) -> str:
-    """Output rows of one layer."""
-    prefix, mask, eps = f"drafter.layers.{index}", spec.layers[index], spec.rms_norm_eps
-    name = f"{prefix}.attention_conv"
-    h = g.rms_norm(x, f"{prefix}.input_layernorm", eps, f"{prefix}.attn_in", plus_one=False)
-    c = _coefficients(g, h, name, spec)
-    h = _conv(g, h, c, name, spec, 0)
-    a = attend(g, h, prefix, spec.attention, eps, plus_one=False, bidirectional=mask.bidirectional, window=mask.window)
-    x = g.add(x, _conv(g, a, c, name, spec, 1), f"{prefix}.mid")
-    name = f"{prefix}.mlp_conv"
-    m = g.rms_norm(x, f"{prefix}.post_attention_layernorm", eps, f"{prefix}.mlp_in", plus_one=False)
-    c = _coefficients(g, m, name, spec)
-    down = gated_linear(g, _conv(g, m, c, name, spec, 0), prefix, spec.intermediate_size)
-    return g.add(x, _conv(g, down, c, name, spec, 1), f"{prefix}.out")
-
-
 def propose(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec) -> Program:
     """[anchor, mask x (B-1)] -> logits of the B-1 draft rows, and the walk over their candidates."""
-    x = dflash.block(g, target, spec, layer)
+    if spec.conv is None or not isinstance(head := spec.head, SelectorSpec):
+        raise ValueError(f"a {KIND} drafter has the convolutions {spec.conv} and the head {spec.head}")
+    x = dflash.block(g, target, spec)
     drafts = draft_rows(g, x, spec)
     scores = logits(g, drafts, target)
-    if not isinstance(head := spec.head, SelectorSpec):
-        raise ValueError(f"a {KIND} drafter has the head {head}")
     g.selector_walk(drafts, scores, "drafter.candidate_selector", head, "walk")
     return g.program(logits=scores, hidden=x, draft_hidden=drafts)
-
-
-def _conv_spec(spec: DrafterSpec) -> GroupedConvSpec:
-    if spec.conv is None:
-        raise ValueError(f"a {KIND} drafter has no convolutions")
-    return spec.conv
-
-
-def _coefficients(g: GraphBuilder, h: str, name: str, spec: DrafterSpec) -> str:
-    """The dynamic coefficients of both sides of a sublayer, from its normed input."""
-    conv = _conv_spec(spec)
-    columns = 2 * conv.taps * (spec.hidden_size // conv.group_size)
-    return g.linear(h, f"{name}.kernel_projection", columns, "conv", f"{name}.coefficients")
-
-
-def _conv(g: GraphBuilder, rows: str, c: str, name: str, spec: DrafterSpec, side: Literal[0, 1]) -> str:
-    out = f"{name}.{('before', 'after')[side]}"
-    return g.grouped_conv(rows, c, f"{name}.base_kernel", _conv_spec(spec), side, out)

@@ -4,14 +4,17 @@ Every tensor is ``[rows, columns]``; ``rows`` (tokens in this pass) is the only 
 tensors, its output tensor, its weights and, for state ops, the state it touches. Row r of a pass is the token at
 absolute position ``length + r``, where ``length`` is the number of committed rows, kept by the backend.
 
-Dense ops are pure and row-wise, but for :class:`GroupedConv` and the walks, which only propose passes have. State ops
-read and write memory that outlives the pass.
+Dense ops are pure and row-wise, but for :class:`GroupedConv` and the walks, which only propose passes have, and for
+:class:`FrameAttend` and :class:`Fold` of a vision tower. State ops read and write memory that outlives the pass.
+
+In a tower's pass the rows are the patches of one frame. Inputs that depend on the grid of patches alone come from
+:func:`edge_dflash.model.vision.patch_tables`. Every op rounds its output once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from edge_dflash.model.specs import Confidence, MarkovKind, RopeSpec
 
@@ -23,10 +26,13 @@ class Op:
     inputs: tuple[str, ...]
     output: str
 
+    reads: ClassVar[tuple[str, ...]] = ()  # fields that hold names of weights: one, some, or None
+
     @property
     def weights(self) -> tuple[str, ...]:
         """Canonical names of the weights this op reads."""
-        return ()
+        held: list[str | tuple[str, ...] | None] = [getattr(self, field) for field in self.reads]
+        return tuple(name for one in held if one for name in ((one,) if isinstance(one, str) else one))
 
     def rows(self, rows: int) -> int:
         """Rows of the output, by rows of the first input."""
@@ -54,12 +60,8 @@ class StateOp(Op):
 class Embed(DenseOp):
     """ids [rows] -> rows of ``weight`` [V, H]."""
 
+    reads = ("weight",)
     weight: str
-
-    @property
-    def weights(self) -> tuple[str, ...]:
-        """See :class:`Op`."""
-        return (self.weight,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,26 +71,18 @@ class Linear(DenseOp):
     The output head is no exception: logits are BF16 when activations are, so ties occur and the lowest id wins.
     """
 
+    reads = ("weight",)
     weight: str
-
-    @property
-    def weights(self) -> tuple[str, ...]:
-        """See :class:`Op`."""
-        return (self.weight,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RmsNorm(DenseOp):
     """y = w' x / sqrt(mean(x^2) + eps), in FP32 with one rounding; w' = w, or 1 + w when ``plus_one``."""
 
+    reads = ("weight",)
     weight: str
     eps: float
     plus_one: bool
-
-    @property
-    def weights(self) -> tuple[str, ...]:
-        """See :class:`Op`."""
-        return (self.weight,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,17 +118,13 @@ class KvAppend(StateOp):
     The output is an empty marker tensor: the op is run for its effect.
     """
 
+    reads = ("k_norm",)
     k_norm: str
     eps: float
     plus_one: bool
     rope: RopeSpec
     kv_heads: int
     head_dim: int
-
-    @property
-    def weights(self) -> tuple[str, ...]:
-        """See :class:`Op`."""
-        return (self.k_norm,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +137,7 @@ class Attend(StateOp):
     are read back as stored, so a row sees what a later pass will see (invariant I5).
     """
 
+    reads = ("q_norm", "k_norm")
     q_norm: str
     k_norm: str
     eps: float
@@ -159,11 +150,6 @@ class Attend(StateOp):
     bidirectional: bool
     window: int | None
 
-    @property
-    def weights(self) -> tuple[str, ...]:
-        """See :class:`Op`."""
-        return (self.q_norm, self.k_norm)
-
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDelta(StateOp):
@@ -173,6 +159,7 @@ class GatedDelta(StateOp):
     commits writes S after its last row instead). Output [rows, Hv*Dv].
     """
 
+    reads = ("conv", "a_log", "dt_bias", "norm")
     conv: str  # [C, 1, K]
     a_log: str  # [Hv]
     dt_bias: str  # [Hv]
@@ -184,11 +171,6 @@ class GatedDelta(StateOp):
     value_dim: int
     conv_kernel: int
 
-    @property
-    def weights(self) -> tuple[str, ...]:
-        """See :class:`Op`."""
-        return (self.conv, self.a_log, self.dt_bias, self.norm)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Remap(DenseOp):
@@ -197,13 +179,9 @@ class Remap(DenseOp):
     ``weight`` holds the ids, each once, as float32.
     """
 
+    reads = ("weight",)
     weight: str
     vocab: int  # columns of y
-
-    @property
-    def weights(self) -> tuple[str, ...]:
-        """See :class:`Op`."""
-        return (self.weight,)
 
 
 UNDRAFTED = -1e30  # logit of a token that the drafter cannot draft; above that of one that a grammar forbids
@@ -218,15 +196,11 @@ class GroupedConv(DenseOp):
     zero: the anchor, row 0 of the block, has no row before it. Summed from t = 0 on, one rounding.
     """
 
+    reads = ("base",)
     base: str
     side: Literal[0, 1]
     taps: int
     group_size: int
-
-    @property
-    def weights(self) -> tuple[str, ...]:
-        """See :class:`Op`."""
-        return (self.base,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,13 +226,9 @@ class SelectorWalk(Walk):
     earlier candidate on a tie.
     """
 
+    reads = ("projection", "predecessor", "successor")
     top_k: int
     projection: str
-
-    @property
-    def weights(self) -> tuple[str, ...]:
-        """See :class:`Op`."""
-        return (self.projection, self.predecessor, self.successor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,12 +240,105 @@ class MarkovWalk(Walk):
     lowest id on a tie. Confidence of a row: sigmoid(n h + b), or sigmoid(n [h; e] + b) for "markov".
     """
 
+    reads = ("predecessor", "successor", "mix", "judge")
     kind: MarkovKind
     mix: tuple[str, str] | None  # M and m: [rank, H + rank] if gated, [3 rank, 2 rank + H] if rnn
     confidence: Confidence | None
     judge: tuple[str, str] | None  # n [1, H] or [1, H + rank], and b [1]
 
+
+class SharedExpert(NamedTuple):
+    """An MLP that every row takes, times the sigmoid of one number per row. Canonical names of its weights."""
+
+    gate: str  # [Is, H]
+    up: str
+    down: str  # [H, Is]
+    judge: str  # [1, H]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts(DenseOp):
+    """Input x [rows, H]: y = sum over the row's experts e of w_e D_e (silu(G_e x) * U_e x), and the shared expert.
+
+    z = R x, rounded as any linear; p = softmax(z) in FP32. A row's experts are its ``top_k`` largest p, the lower index
+    first on a tie (a kernel may go by z instead: it differs where two z give one p); w = p, divided by the sum of the
+    chosen ones in ascending order of experts where ``renormalised``. G x, U x and their product are rounded as those of
+    a dense MLP are; D_e a is not. y is summed in FP32 in ascending order of experts, the shared expert last with weight
+    sigmoid(S x), S x rounded as any linear; then one rounding.
+    """
+
+    reads = ("router", "gates", "ups", "downs", "shared")
+    router: str  # R [E, H]
+    gates: tuple[str, ...]  # of each expert: [I, H]
+    ups: tuple[str, ...]
+    downs: tuple[str, ...]  # [H, I]
+    top_k: int
+    renormalised: bool
+    shared: SharedExpert | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bias(DenseOp):
+    """y = x + b; ``weight`` b [columns]."""
+
+    reads = ("weight",)
+    weight: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorm(DenseOp):
+    """y = w (x - mean) / sqrt(variance + eps) + b in FP32, mean and variance over the columns."""
+
+    reads = ("weight", "bias")
+    weight: str
+    bias: str
+    eps: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeluTanh(Elementwise):
+    """y = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) in FP32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeluErf(Elementwise):
+    """y = x / 2 (1 + erf(x / sqrt(2))) in FP32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionRows(DenseOp):
+    """Inputs (corners [rows, 4] int32, shares [rows, 4] float32): y = sum over t of shares[r, t] E[corners[r, t]].
+
+    ``weight`` E [positions^2, H] is the table of position embeddings. FP32, summed from t = 0 on.
+    """
+
+    reads = ("weight",)
+    weight: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameAttend(DenseOp):
+    """Inputs (qkv [rows, 3 * heads * D], cos, sin [rows, D / 2] float32): every row attends to all rows of the pass.
+
+    Columns of qkv: all heads of q, then of k, then of v. q and k are turned in FP32, dims j and j + D / 2 by the angle
+    of column j, and rounded; softmax over q k / sqrt(D) in FP32. Output [rows, heads * D].
+    """
+
+    heads: int
+    head_dim: int
+
     @property
-    def weights(self) -> tuple[str, ...]:
-        """See :class:`Op`."""
-        return (self.predecessor, self.successor, *(self.mix or ()), *(self.judge or ()))
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fold(DenseOp):
+    """``count`` rows that follow each other become one, side by side: [rows, C] -> [rows / count, count * C]."""
+
+    count: int
+
+    def rows(self, rows: int) -> int:
+        """See :class:`~edge_dflash.model.ops.Op`."""
+        return rows // self.count

@@ -14,23 +14,12 @@ from typing import Any, Literal
 from edge_dflash.common.files import is_there
 from edge_dflash.common.tables import read_json
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
-from edge_dflash.model import (
-    dflash,
-    dflash2,
-    dspark,
-    qwen3,
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_moe,
-    speculators,
-    vision_config,
-)
-from edge_dflash.model.blocks import embed, logits
+from edge_dflash.model import dflash, dflash2, dspark, qwen3, qwen3_5, speculators, vision
+from edge_dflash.model.blocks import decoder_layer, embed, logits
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.fields import Fields, Table
 from edge_dflash.model.program import PairPrograms, Program
-from edge_dflash.model.specs import EMBEDDING, DrafterSpec, PairSpec, TargetSpec
-from edge_dflash.model.vision import vision_program
+from edge_dflash.model.specs import EMBEDDING, DrafterSpec, LayerSpec, PairSpec, TargetSpec
 
 
 @dataclass(frozen=True)
@@ -53,86 +42,55 @@ class Target:
     classes: tuple[str, ...]  # what config.json calls it
     table: Table  # of config.json
     read: Callable[[Fields], TargetSpec]
-    layer: Callable[[GraphBuilder, str, TargetSpec, int], str]  # (g, x, spec, index) -> the layer's output
-    plus_one: bool  # of the final norm
+    layers: Callable[[TargetSpec], tuple[LayerSpec, ...]]
+    plus_one: bool = False  # of the final norm
     nested: Table | None = None  # of a config.json with ``text_config``
-    flatten: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict  # what of such a file counts
-    pictured: Table | None = None  # of such a file that describes a vision tower
     names: TensorNames = TensorNames()
+
+    @property
+    def pictured(self) -> Table | None:
+        """Table of a config.json with ``text_config`` that describes a vision tower."""
+        return None if self.nested is None else vision.pictured(self.nested)
 
 
 @dataclass(frozen=True)
 class Drafter:
-    """A kind of drafters."""
+    """A kind of drafters. All append their context as DFlash does."""
 
     classes: tuple[str, ...]  # what config.json calls it
     table: Table
     read: Callable[[Fields, int | None], DrafterSpec]  # (config.json, layers of the target)
-    append_context: Callable[[GraphBuilder, str, DrafterSpec], None]  # (g, taps, spec): in every pass of the target
     propose: Callable[[GraphBuilder, TargetSpec, DrafterSpec], Program]
-    modules: tuple[str, ...]  # classes of weights in recipes
-    names: TensorNames = TensorNames()
+    bare: tuple[str, ...]  # ends of names without ``.weight``
+    modules: tuple[str, ...] = ()  # classes of weights in recipes besides attention, mlp, fc and norm
+    skipped: tuple[str, ...] = ()  # see TensorNames
+
+    @property
+    def names(self) -> TensorNames:
+        """What its checkpoints write around the names of modules."""
+        skipped = (*dflash.TRAINED_WITH, *self.skipped)
+        return TensorNames(tower=(), skipped=skipped, bare=self.bare, copies=dflash.COPIES)
 
 
 TARGETS: Mapping[str, Target] = {
-    "qwen3": Target(qwen3.NAMES, qwen3.TABLE, qwen3.read, qwen3.layer, qwen3.NORM_PLUS_ONE),
-    "qwen3_5": Target(
-        qwen3_5.NAMES,
-        qwen3_5.TABLE,
-        qwen3_5.read,
-        qwen3_5.layer,
-        qwen3_5.NORM_PLUS_ONE,
-        qwen3_5.NESTED,
-        qwen3_5.nested,
-        vision_config.pictured(qwen3_5.NESTED),
-    ),
-    qwen3_moe.KIND: Target(qwen3_moe.NAMES, qwen3_moe.TABLE, qwen3_moe.read, qwen3.layer, qwen3.NORM_PLUS_ONE),
-    qwen3_5_moe.KIND: Target(
-        qwen3_5_moe.NAMES,
-        qwen3_5_moe.TABLE,
-        qwen3_5_moe.read,
-        qwen3_5.layer,
-        qwen3_5.NORM_PLUS_ONE,
-        qwen3_5_moe.NESTED,
-        qwen3_5_moe.nested,
-        vision_config.pictured(qwen3_5_moe.NESTED),
+    "qwen3": Target(("Qwen3ForCausalLM",), qwen3.TABLE, qwen3.read, qwen3.layers),
+    "qwen3_5": Target(qwen3_5.NAMES, qwen3_5.TABLE, qwen3_5.read, qwen3_5.layers, True, qwen3_5.NESTED),
+    "qwen3_moe": Target(("Qwen3MoeForCausalLM",), qwen3.MOE_TABLE, qwen3.read_moe, qwen3.layers),
+    "qwen3_5_moe": Target(
+        qwen3_5.MOE_NAMES, qwen3_5.MOE_TABLE, qwen3_5.read_moe, qwen3_5.layers, True, qwen3_5.MOE_NESTED
     ),
 }
 """By :attr:`TargetSpec.architecture`."""
 
 DRAFTERS: Mapping[str, Drafter] = {
-    "dflash": Drafter(
-        dflash.NAMES,
-        dflash.TABLE,
-        dflash.read,
-        dflash.append_context,
-        dflash.propose,
-        ("attention", "mlp", "fc", "norm"),
-        TensorNames(tower=(), skipped=(*dflash.TRAINED_WITH, dflash.DRAFTED), bare=(".d2t",), copies=dflash.COPIES),
-    ),
-    dflash2.KIND: Drafter(
-        dflash2.NAMES,
-        dflash2.TABLE,
-        dflash2.read,
-        dflash.append_context,
-        dflash2.propose,
-        ("attention", "mlp", "fc", "norm", "conv", "walk"),
-        TensorNames(tower=(), skipped=dflash.TRAINED_WITH, bare=dflash2.BARE, copies=dflash.COPIES),
-    ),
-    dspark.KIND: Drafter(
-        dspark.NAMES,
-        dspark.TABLE,
-        dspark.read,
-        dflash.append_context,
-        dspark.propose,
-        ("attention", "mlp", "fc", "norm", "walk"),
-        TensorNames(tower=(), skipped=dflash.TRAINED_WITH, bare=dspark.BARE, copies=dflash.COPIES),
-    ),
+    "dflash": Drafter(dflash.NAMES, dflash.TABLE, dflash.read, dflash.propose, (".d2t",), (), (dflash.DRAFTED,)),
+    dflash2.KIND: Drafter(dflash2.NAMES, dflash2.TABLE, dflash2.read, dflash2.propose, dflash2.BARE, ("conv", "walk")),
+    dspark.KIND: Drafter(dspark.NAMES, dspark.TABLE, dspark.read, dspark.propose, dspark.BARE, ("walk",)),
 }
 """By :attr:`DrafterSpec.kind`."""
 
 
-MASK_ROW = "mask_embedding.pt"  # beside the files of some drafters
+MASK_ROW = "mask_embedding.pt"  # next to the files of some drafters
 NO_DRAFTER = "none"  # in the place of a drafter's directory: the target alone
 
 
@@ -160,10 +118,9 @@ def read_target_spec(directory: Path) -> TargetSpec:
         for part in (config, text) if isinstance(text, dict) else (config,):
             _refuse_experts(file, part)
     if text is not None and target.nested is not None:
-        if target.pictured is not None and vision_config.has_tower(directory, config):
-            fields = Fields(file, target.flatten(config), target.pictured)
-            return vision_config.with_tower(target.read(fields), fields)
-        return target.read(Fields(file, target.flatten(config), target.nested))
+        flat, sees = qwen3_5.flat(target.nested, config), vision.has_tower(directory, config)
+        fields = Fields(file, flat, vision.pictured(target.nested) if sees else target.nested)
+        return vision.with_tower(target.read(fields), fields) if sees else target.read(fields)
     if name.endswith("ForConditionalGeneration"):
         raise CheckpointError(f"{file} lacks the field text_config, which {name} has; the checkpoint is incomplete")
     return target.read(Fields(file, config, target.table))
@@ -225,14 +182,14 @@ def pair_programs(spec: PairSpec) -> PairPrograms:
 
 def _tower(target: TargetSpec) -> Program | None:
     """The pass of the target's vision tower. Raises ValueError for one of another target."""
-    if (vision := target.vision) is None:
+    if (spec := target.vision) is None:
         return None
-    if vision.out != target.hidden_size or not 0 <= vision.image_token_id < target.vocab_size:
-        raise ValueError(f"rows of {vision.out} columns and image token {vision.image_token_id} are of another target")
+    if spec.out != target.hidden_size or not 0 <= spec.image_token_id < target.vocab_size:
+        raise ValueError(f"rows of {spec.out} columns and image token {spec.image_token_id} are of another target")
     rope = target.attention.rope
     if rope.mrope_section is None or sum(rope.mrope_section) != rope.dims // 2:
         raise ValueError(f"sections {rope.mrope_section} of {rope.dims // 2} pairs")
-    return vision_program(vision)
+    return vision.vision_program(spec)
 
 
 def _target(spec: PairSpec, name: Literal["prefill", "verify"]) -> Program:
@@ -241,12 +198,12 @@ def _target(spec: PairSpec, name: Literal["prefill", "verify"]) -> Program:
     g = GraphBuilder(name, commits=prefill)
     x = embed(g, target)
     outputs = {EMBEDDING: x}  # outputs[i] is the output of layer i: HF hidden_states[i + 1] (invariant I3)
-    for index in range(target.num_layers):
-        outputs[index] = x = kind.layer(g, x, target, index)
+    for index, layer in enumerate(kind.layers(target)):
+        outputs[index] = x = decoder_layer(g, x, f"target.layers.{index}", layer)
     tapped: dict[str, str] = {}
     if (drafter := spec.drafter) is not None:
         tapped["taps"] = g.concat(tuple(outputs[i] for i in drafter.target_layer_ids), "taps")
-        DRAFTERS[drafter.kind].append_context(g, tapped["taps"], drafter)
+        dflash.append_context(g, tapped["taps"], drafter)
     if prefill:
         x = g.select_rows(x, "last", "last_row")
     x = g.rms_norm(x, "target.norm", target.rms_norm_eps, "hidden", plus_one=kind.plus_one)

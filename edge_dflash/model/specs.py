@@ -58,7 +58,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Softmax attention of one model: every attention layer has the same geometry."""
+    """Geometry of softmax attention."""
 
     heads: int  # Hq
     kv_heads: int  # Hkv
@@ -92,6 +92,22 @@ class ExpertsSpec:
     intermediate: int  # I of an expert
     shared_intermediate: int | None  # of the expert that every row takes; None: no such expert
     renormalised: bool  # whether the weights of a row's experts are made to sum to 1
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer: attention of some kind, then an MLP or experts, each after an RMS norm, with a residual.
+
+    An architecture describes its layers one by one; :func:`edge_dflash.model.blocks.decoder_layer` writes any of them.
+    """
+
+    mixer: AttentionSpec | GatedDeltaSpec
+    feed_forward: int | ExpertsSpec  # I of an MLP
+    eps: float  # of all norms
+    plus_one: bool = False  # RMS norms by 1 + w; that inside a gated delta layer is by w
+    bidirectional: bool = False  # what a row of attention sees, with ``window``: see DrafterLayerMask
+    window: int | None = None
+    conv: GroupedConvSpec | None = None  # before and after both sublayers
 
 
 @dataclass(frozen=True)
@@ -164,6 +180,11 @@ class TargetSpec:
         return len(self.layer_types)
 
     @property
+    def feed_forward(self) -> int | ExpertsSpec:
+        """What follows attention in every layer: I of an MLP, or experts."""
+        return self.experts or self.intermediate_size
+
+    @property
     def text_only(self) -> TargetSpec:
         """The target without its tower."""
         rope = replace(self.attention.rope, mrope_section=None)
@@ -184,7 +205,7 @@ class DrafterLayerMask:
 
 @dataclass(frozen=True)
 class GroupedConvSpec:
-    """Grouped dynamic convolutions over the rows of a block, before and behind attention and MLP (DFlash2)."""
+    """Grouped dynamic convolutions over the rows of a block, before and after attention and MLP (DFlash2)."""
 
     taps: int
     group_size: int  # channels that share a dynamic coefficient
@@ -214,9 +235,7 @@ class DrafterSpec:
 
     block_size: int  # B: one anchor and B - 1 masks
     mask_token_id: int
-    target_layer_ids: tuple[
-        int, ...
-    ]  # taps, in concatenation order; id i is the output of target layer i, or EMBEDDING
+    target_layer_ids: tuple[int, ...]  # taps, as concatenated; id i: output of target layer i, or EMBEDDING
     num_target_layers: int
     vocab_size: int
     hidden_size: int
@@ -280,7 +299,7 @@ class PairSpec:
 
     @property
     def rows(self) -> int:
-        """Most rows behind the committed ones: a block, or a verify pass."""
+        """Most rows after the committed ones: a block, or a verify pass."""
         return max(self.block_size, self.verify_rows)
 
     @property

@@ -15,7 +15,7 @@ from torch import nn
 
 from edge_dflash.backends.reference.attention import rope_table
 from edge_dflash.errors import RequestError
-from edge_dflash.model import pair_programs
+from edge_dflash.model import dflash, pair_programs
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.ops import (
     UNDRAFTED,
@@ -32,7 +32,6 @@ from edge_dflash.model.ops import (
     SwiGlu,
 )
 from edge_dflash.model.program import Program, WeightSpec
-from edge_dflash.model.registry import DRAFTERS
 from edge_dflash.model.specs import PairSpec, RopeSpec
 from edge_dflash.training.fakequant import fake_fp8, fake_weight
 from edge_dflash.weights.formats import WeightFormat
@@ -239,7 +238,7 @@ def context_program(pair: PairSpec) -> Program:
         raise RequestError("the pair has no drafter to train")
     taps = len(pair.drafter.target_layer_ids) * pair.target.hidden_size
     g = GraphBuilder("context", commits=True, inputs={"taps": taps})
-    DRAFTERS[pair.drafter.kind].append_context(g, "taps", pair.drafter)
+    dflash.append_context(g, "taps", pair.drafter)
     return g.program()
 
 

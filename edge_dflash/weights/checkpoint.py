@@ -16,11 +16,9 @@ from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, rea
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.model.vision import PATCH_EMBED, TOWER
 from edge_dflash.weights.declared import WIDE, Declared, read_declared
-from edge_dflash.weights.experts import ByExpert, by_expert
 from edge_dflash.weights.formats import FORMATS, Weight, WeightStore, WideWeight
-from edge_dflash.weights.integers import Int4Weight
 from edge_dflash.weights.safetensors import TensorFiles
-from edge_dflash.weights.stored import SUFFIXES, ModuleReader
+from edge_dflash.weights.stored import SUFFIXES, ByExpert, Int4Weight, ModuleReader, by_expert
 
 _ROWS, _SHOWN = 4096, 3  # rows of two matrices that are compared at a time; problems that a message lists
 

@@ -15,8 +15,8 @@ from edge_dflash.common.processes import matching
 from edge_dflash.common.tables import read_json
 from edge_dflash.errors import CheckpointError
 from edge_dflash.model.fields import ANY, Fields, Table, free, inner, integer, names, only, text
-from edge_dflash.weights import integers
 from edge_dflash.weights.formats import QUANTIZED
+from edge_dflash.weights.stored import INT4, INT4_BITS, INT4_KIND, INT4_SPELLED, in_groups
 
 WIDE = "wide"
 Declared = Callable[[str], str | None]
@@ -243,9 +243,9 @@ def _ct_storage(weights: Fields) -> str:
     if not weights.values:  # a group that quantizes activations or the KV cache alone
         return WIDE
     bits, kind = weights.integer("num_bits"), weights.text("type")
-    if (bits, kind) == (integers.BITS, integers.KIND):
+    if (bits, kind) == (INT4_BITS, INT4_KIND):
         channel = weights.values.get("strategy") == "channel"
-        return integers.NAME if channel else integers.in_groups(weights.integer("group_size"))
+        return INT4 if channel else in_groups(weights.integer("group_size"))
     for form in QUANTIZED:
         if (bits, kind) == form.compressed[:2] and form.compressed[2] in (None, weights.integer("group_size")):
             if weights.values.get("strategy") == "group":
@@ -253,7 +253,7 @@ def _ct_storage(weights: Fields) -> str:
             return form.name
     raise CheckpointError(
         f"{weights.file}: weights of {bits} bits and type {kind!r} are not supported, "
-        f"wanted {', or '.join((*(form.spelled for form in reversed(QUANTIZED)), integers.SPELLED))}"
+        f"wanted {', or '.join((*(form.spelled for form in reversed(QUANTIZED)), INT4_SPELLED))}"
     )
 
 

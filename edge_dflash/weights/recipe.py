@@ -29,7 +29,9 @@ TARGET_MODULES = (
     *("attention", "gated_delta", "mlp", "experts", "lm_head", "vision"),
     *("gates", "router", "embedding", "norm", "conv"),
 )
-DRAFTER_MODULES = tuple(dict.fromkeys(module for drafter in DRAFTERS.values() for module in drafter.modules))
+DRAFTER_MODULES = tuple(
+    dict.fromkeys(["attention", "mlp", "fc", "norm", *(m for kind in DRAFTERS.values() for m in kind.modules)])
+)
 WIDE_MODULES = ("gates", "router", "embedding", "norm", "conv", "walk")  # small or sensitive: never quantized
 NVFP4_REFUSED = ("vision",)  # rows of a picture are many: FP8 is as fast
 W4A4_MODULES = ("attention", "gated_delta", "mlp")  # experts, lm_head and fc always read wide activations

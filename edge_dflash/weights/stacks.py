@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import cast
 
 from edge_dflash.errors import BackendError
-from edge_dflash.model.experts import Experts
-from edge_dflash.model.ops import Linear, SwiGlu
+from edge_dflash.model.ops import Experts, Linear, SwiGlu
 from edge_dflash.model.program import PairPrograms, Program, WeightSpec
-from edge_dflash.weights.formats import BLOCK, FORMATS, TIED, WeightFormat, read_as
-from edge_dflash.weights.layout import UNIT_ROWS, Format, Layout
+from edge_dflash.weights.formats import BLOCK, FORMATS, TIED, Weight, WeightFormat, read_as
+from edge_dflash.weights.layout import UNIT_ROWS, Format, Layout, Repacked, joined, member, unpack_matrix
 
 PARTS = 4  # most matrices of a stack with an output each; more need one output for all
 STREAMED: Mapping[WeightFormat, Format] = {
@@ -197,3 +196,14 @@ def _stack(program: Program, names: tuple[str, ...], formats: Mapping[str, Weigh
     shapes = [program.weights[name].shape for name in names]
     layout = Layout(_form(names[0], formats), tuple(shape[0] for shape in shapes), shapes[0][1], swiglu)
     return Stack(names, layout)
+
+
+def unpack_weight(stack: AnyStack, repacked: Repacked, index: int) -> Weight:
+    """Weight ``index`` of a stack, as :func:`unpack_matrix`; a shared expert's parts are put together."""
+    if isinstance(stack, Stack):
+        return unpack_matrix(repacked, index)
+    expert, matrix = divmod(index, len(stack.layout.columns))
+    if expert < stack.experts:
+        return unpack_matrix(member(repacked, expert), matrix)
+    parts = tuple(unpack_matrix(member(repacked, expert + part), matrix) for part in range(stack.parts))
+    return joined(parts, axis=0 if stack.layout.swiglu else 1)

@@ -1,18 +1,22 @@
-"""How one module of a checkpoint is stored: wide, FP8 and NVFP4 of ModelOpt and compressed-tensors, its integers.
+"""How modules of a checkpoint are stored: wide, FP8, NVFP4 and integers, by ModelOpt and compressed-tensors; experts.
 
 The tensors that are present decide; the configuration only has to agree (:mod:`edge_dflash.weights.declared`).
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from pathlib import Path
 
 import numpy as np
 
 from edge_dflash.errors import CheckpointError
 from edge_dflash.weights.formats import BLOCK, E4M3_NAN, Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight, bf16_to_f32
-from edge_dflash.weights.integers import PER_WORD, Int4Weight
-from edge_dflash.weights.safetensors import TensorFiles
+from edge_dflash.weights.safetensors import DTYPES, Entry, TensorFiles
 
 KV_SCALE = (1e-6, 1e3)  # outside, real keys and values would all be 0 or 448
 SUFFIXES = (
@@ -28,6 +32,76 @@ SUFFIXES = (
     "input_global_scale",
 )
 """Tensors that together store a linear module; each follows the module's path and a dot."""
+
+
+INT4 = "int4"  # in messages, beside the names of formats
+INT4_BITS, INT4_KIND = 4, "int"  # num_bits and type of compressed-tensors
+INT4_SPELLED = "num_bits 4 and type int (W4A16, of drafters)"
+PER_WORD = 8
+_ZERO = 8  # code of 0
+_AT_ONCE = 1 << 22  # made at a time
+
+
+def in_groups(size: int) -> str:
+    """How messages call integers with a scale for so many inputs; a scale for a row is plain INT4."""
+    return f"{INT4} in groups of {size}"
+
+
+class Int4Weight(WideWeight):
+    """A linear [out, in] of 4-bit integers, read as BF16 values. No kernel computes with it: to a recipe it is BF16.
+
+    compressed-tensors' "pack-quantized" (W4A16): ``weight_packed`` int32 holds eight integers plus 8 each, the first in
+    the lowest bits; ``weight_scale`` [out, groups] belongs to ``in / groups`` inputs that follow each other. ``data``
+    is made when it is first asked for.
+    """
+
+    def __init__(self, packed: Array, scale: Array) -> None:
+        """``packed`` int32 [out, in / 8]; ``scale`` float32 [out, groups]."""
+        object.__setattr__(self, "packed", packed)
+        object.__setattr__(self, "scale", scale)
+
+    packed: Array
+    scale: Array
+
+    @property
+    def format(self) -> str:
+        """That of the values."""
+        return "bf16"
+
+    @property
+    def storage(self) -> str:
+        """Ways to say how it is stored, " or " between them: one group is a whole row."""
+        groups = self.scale.shape[1]
+        grouped = in_groups(self.shape[1] // groups)
+        return grouped if groups > 1 else f"{grouped} or {INT4}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See :class:`~edge_dflash.weights.formats.Weight`."""
+        return (self.packed.shape[0], self.packed.shape[1] * PER_WORD)
+
+    @cached_property
+    def data(self) -> Array:
+        """BF16 bit patterns [out, in]: code times scale, rounded to nearest even as engines that compute in BF16 do."""
+        rows, columns = self.shape
+        values = np.empty((rows, columns), np.uint16)
+        step = max(1, _AT_ONCE // max(columns, 1))
+        for first in range(0, rows, step):
+            part = slice(first, first + step)
+            values[part] = _bf16_values(self.packed[part], self.scale[part])
+        return values
+
+    def rows(self, rows: slice) -> WideWeight:
+        """Some rows."""
+        return Int4Weight(self.packed[rows], self.scale[rows])
+
+
+def _bf16_values(packed: Array, scale: Array) -> Array:
+    pairs = np.ascontiguousarray(packed, "<i4").view(np.uint8)
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(packed), -1)
+    groups = codes.reshape(len(packed), scale.shape[1], -1).astype(np.float32) - _ZERO
+    bits = (groups * scale[:, :, None]).reshape(codes.shape).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 class ModuleReader:
@@ -204,3 +278,84 @@ def _float(kind: str, data: Array) -> Array:
 
 def _reciprocal(value: float) -> float:
     return float(np.float32(1.0) / np.float32(value))
+
+
+_FUSED: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_SUFFIX = "|".join(sorted(SUFFIXES, key=len, reverse=True))
+_STACKED = re.compile(rf"(.+\.experts)\.({'|'.join(_FUSED)})(?:[._]({_SUFFIX}))?")
+_TURNED = re.compile(rf"(.+\.experts)\.(gate_proj|up_proj|down_proj)\.(0|[1-9][0-9]*)\.({_SUFFIX})")
+
+
+@dataclass(frozen=True)
+class ByExpert:
+    """A checkpoint's tensors with experts in canonical spelling."""
+
+    tensors: TensorFiles
+    modules: Mapping[str, str]  # of experts that were spelled otherwise: canonical module -> the checkpoint's own
+
+    def module(self, name: str) -> str:
+        """What the checkpoint calls a module."""
+        return self.modules.get(name, name)
+
+
+def by_expert(tensors: TensorFiles, count: int, skipped: tuple[str, ...] = ()) -> ByExpert:
+    """Spell the experts canonically, ``count`` in a layer. Names that begin with ``skipped`` are left alone.
+
+    Canonical is ``experts.17.gate_proj.weight`` with the scales next to it. Two other spellings become that, with no
+    byte read: the index after the projection (``experts.gate_proj.17.weight``), and all experts in one tensor, [E, ...]
+    without ``.weight`` and with its scales next to it (``experts.gate_up_proj``,
+    ``experts.gate_up_proj_weight_scale``), whose gate rows come before its up rows.
+
+    Raises CheckpointError for a tensor that is not of ``count`` experts, and for an expert that is there twice.
+    """
+    entries: dict[str, Entry] = {}
+    modules: dict[str, str] = {}
+
+    def add(name: str, entry: Entry, source: str) -> None:
+        if name in entries:
+            raise CheckpointError(f"{entry.file}: tensor {source} holds {name}, which is there too; remove one")
+        entries[name] = entry
+
+    for source in tensors.names():
+        entry = tensors.entry(source)
+        if ".experts." not in source or source.startswith(skipped):
+            add(source, entry, source)
+        elif turned := _TURNED.fullmatch(source):
+            block, kind, index, suffix = turned.groups()
+            modules[f"{block}.{index}.{kind}"] = f"{block}.{kind}.{index}"
+            add(f"{block}.{index}.{kind}.{suffix}", entry, source)
+        elif stacked := _STACKED.fullmatch(source):
+            block, fused, suffix = stacked.groups()
+            kinds = _FUSED[fused]
+            for number, part in enumerate(_split(source, entry, count, kinds, number=bool(suffix))):
+                module = f"{block}.{number // len(kinds)}.{kinds[number % len(kinds)]}"
+                modules[module] = f"{block}.{fused}"
+                add(f"{module}.{suffix or 'weight'}", part, source)
+        else:
+            add(source, entry, source)
+    return ByExpert(TensorFiles(entries), modules) if modules else ByExpert(tensors, {})
+
+
+def _split(name: str, entry: Entry, count: int, kinds: Collection[str], *, number: bool) -> Iterator[Entry]:
+    """Parts of a tensor of all experts: expert by expert, and within each as ``kinds`` says.
+
+    The kinds have equal shares of the second dimension. Where it may be a ``number``, one is of all of them, and one an
+    expert of all its kinds.
+    """
+    shape, parts = entry.shape, len(kinds)
+    size, item = prod(shape), np.dtype(DTYPES[entry.dtype]).itemsize
+    inner: tuple[int, ...] = ()
+    if number and size == 1 and shape[:1] in ((), (1,)):
+        steps = 0, 0
+    elif number and size == count and shape[:1] == (count,):
+        steps = item, 0
+    elif len(shape) > 1 + (not number) and shape[0] == count and shape[1] % parts == 0 and size:
+        share = size // count // parts
+        steps, inner = (share * parts * item, share * item), (shape[1] // parts, *shape[2:]) if share > 1 else ()
+    else:
+        wanted = f"[{count} experts, {'gate and up rows' if parts > 1 else 'rows'}, ...], or a number for each or all"
+        raise CheckpointError(f"{entry.file}: tensor {name} is {list(shape)}, wanted {wanted}")
+    for expert in range(count):
+        for part in range(parts):
+            offset = entry.offset + expert * steps[0] + part * steps[1]
+            yield Entry(entry.file, entry.dtype, inner, offset)

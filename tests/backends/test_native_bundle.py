@@ -24,10 +24,8 @@ from edge_dflash.bundle.parts import hash_file
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BundleError
 from edge_dflash.model import pair_programs
-from edge_dflash.weights.layout import repack
-from edge_dflash.weights.packing import unpack
+from edge_dflash.weights.layout import repack, unpack, words_of
 from edge_dflash.weights.stacks import pair_stacks
-from edge_dflash.weights.words import words_of
 
 MIXED = {"k_proj": "fp8", "down_proj": "bf16", "drafter__fc": "fp8", "A_log": "f32", "target__norm": "f32"}
 
@@ -179,7 +177,7 @@ def test_a_tied_head_is_made_of_the_embedding_in_blocks(tmp_path, monkeypatch):
 
 
 def small_blocks(weights, layout):
-    from edge_dflash.weights.packing import row_blocks
+    from edge_dflash.weights.layout import row_blocks
 
     blocks = list(row_blocks(weights, layout, 8192))
     assert len(blocks) > 4

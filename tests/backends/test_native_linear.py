@@ -9,8 +9,7 @@ from edge_dflash.backends.cuda.memory import DevicePointer, scratch_at
 from edge_dflash.backends.cuda.splits import ClusterSplits, HopperSplits, StreamSplits, choose_splits
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
-from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Layout, repack
-from edge_dflash.weights.packing import unpack
+from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Layout, repack, unpack
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_dflash.errors import BackendError
-from edge_dflash.weights.layout import Layout, repack
-from edge_dflash.weights.packing import pack, row_blocks
+from edge_dflash.weights.layout import Layout, pack, repack, row_blocks
 
 
 @settings(max_examples=60)

@@ -23,7 +23,7 @@ from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.pictured import SeenRows, Sight
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
-from edge_dflash.weights.packing import unpack
+from edge_dflash.weights.layout import unpack
 from edge_dflash.weights.stacks import program_stacks
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ to emulate kernels")

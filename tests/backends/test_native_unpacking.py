@@ -9,9 +9,8 @@ from bundle_support import random_weight
 from native_support import formats_of, same, write_native_bundle
 
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.weights import packing
-from edge_dflash.weights.layout import repack
-from edge_dflash.weights.packing import AT_ONCE, unpack_matrix
+from edge_dflash.weights import layout
+from edge_dflash.weights.layout import AT_ONCE, repack, unpack_matrix
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "fp8", "bf16"])
@@ -36,7 +35,7 @@ def test_pieces_that_are_read_at_once_change_nothing(size, monkeypatch):
     for form in ("nvfp4", "fp8", "bf16"):
         stack = [random_weight(rng, (n, 176), form, None) for n in (70, 33, 96)]
         repacked = repack(stack)
-        monkeypatch.setattr(packing, "AT_ONCE", size)
+        monkeypatch.setattr(layout, "AT_ONCE", size)
         for index, weight in enumerate(stack):
             same(weight, unpack_matrix(repacked, index))
 

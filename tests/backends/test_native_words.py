@@ -17,10 +17,8 @@ from edge_dflash.backends.cuda.linear import LinearWeights
 from edge_dflash.board.archs import ARCHS
 from edge_dflash.bundle.parts import DATA, repacked_of
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, bf16_to_f32
-from edge_dflash.weights.layout import SCALE_CODE, repack
-from edge_dflash.weights.packing import data_for, unpack
+from edge_dflash.weights.layout import SCALE_CODE, bf16_pairs, data_for, repack, to_packed, to_words, unpack, words_of
 from edge_dflash.weights.stacks import Stack
-from edge_dflash.weights.words import bf16_pairs, to_packed, to_words, words_of
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 SOURCE = (KERNELS / "e2m1.cuh").read_text()

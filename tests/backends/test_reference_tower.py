@@ -15,9 +15,8 @@ from edge_dflash.backends.reference.tower import TorchTower
 from edge_dflash.checks.observe import FLOAT32
 from edge_dflash.errors import BackendError, CheckpointError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.ops import Linear
+from edge_dflash.model.ops import FrameAttend, Linear
 from edge_dflash.model.program import segments
-from edge_dflash.model.vision_ops import FrameAttend
 from edge_dflash.weights.checkpoint import PairCheckpoint, checkpoint_pair
 from edge_dflash.weights.safetensors import TensorFiles
 

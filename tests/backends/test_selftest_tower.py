@@ -13,11 +13,10 @@ from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.backends.selftest import replay, run_selftest
 from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.bundle.selftest import dump_selftest, load_selftest
-from edge_dflash.bundle.towertest import BLOCKS, SUMS, TowerTest, chart
+from edge_dflash.bundle.selftest import BLOCKS, SUMS, TowerTest, chart, dump_selftest, load_selftest
 from edge_dflash.errors import BundleError, VerificationError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.vision_ops import GeluErf, GeluTanh
+from edge_dflash.model.ops import GeluErf, GeluTanh
 from edge_dflash.weights.formats import WideWeight
 
 

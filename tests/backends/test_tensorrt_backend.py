@@ -28,10 +28,9 @@ from edge_dflash.builder.decide import _backends
 from edge_dflash.decode.backend import Asked, Backend, Precision
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.experts import Experts
-from edge_dflash.model.ops import GroupedConv, Walk
-from edge_dflash.model.patch_tables import patch_tables
+from edge_dflash.model.ops import Experts, GroupedConv, Walk
 from edge_dflash.model.specs import GroupedConvSpec, MarkovSpec, SelectorSpec
+from edge_dflash.model.vision import patch_tables
 from edge_dflash.weights.recipe import default_recipe
 
 CONTEXT, CHUNK, STATE = 128, 16, Precision("bfloat16", "fp8")

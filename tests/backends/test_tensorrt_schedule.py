@@ -25,8 +25,7 @@ from edge_dflash.backends.tensorrt.units import (
 )
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.experts import Experts
-from edge_dflash.model.ops import Add, GroupedConv, SelectRows, StateOp
+from edge_dflash.model.ops import Add, Experts, GroupedConv, SelectRows, StateOp
 from edge_dflash.model.registry import read_pair
 
 CONFIGS = Path(__file__).parents[1] / "configs"

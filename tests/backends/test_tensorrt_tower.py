@@ -18,9 +18,8 @@ from edge_dflash.backends.tensorrt.net import Net
 from edge_dflash.backends.tensorrt.units import TOWER, bundle_units
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
-from edge_dflash.model.ops import Linear
-from edge_dflash.model.patch_tables import patch_tables
-from edge_dflash.model.vision_ops import FrameAttend
+from edge_dflash.model.ops import FrameAttend, Linear
+from edge_dflash.model.vision import patch_tables
 
 pytestmark = pytest.mark.tensorrt
 

@@ -26,11 +26,9 @@ from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_pair
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
-from edge_dflash.weights.layout import Layout, repack
-from edge_dflash.weights.packing import data_for, member, shared_part, unpack_weight
+from edge_dflash.weights.layout import Layout, data_for, member, repack, shared_part, words_of
 from edge_dflash.weights.quantize import dequantize, quantize_nvfp4
-from edge_dflash.weights.stacks import ExpertStack, pair_experts
-from edge_dflash.weights.words import words_of
+from edge_dflash.weights.stacks import ExpertStack, pair_experts, unpack_weight
 
 WIDE, SINGLE, MODELOPT, CT = (f"qwen3_5_moe-tiny{end}" for end in ("", "-perexpert", "-nvfp4-modelopt", "-nvfp4-ct"))
 EXPERTS, PARTS = 8, 3  # of the goldens: the shared expert is three times as wide

@@ -10,7 +10,7 @@ from edge_dflash.checks.footprint import Costs
 from edge_dflash.model import pair_programs
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.program import DeltaState, KvState
-from edge_dflash.model.specs import AttentionSpec, RopeSpec
+from edge_dflash.model.specs import AttentionSpec, LayerSpec, RopeSpec
 from edge_dflash.weights.formats import read_as
 
 
@@ -44,7 +44,7 @@ def attention_program(window):
     q = g.linear(x, "q", 32, "attention", "q")
     k = g.linear(x, "k", 16, "attention", "k")
     v = g.linear(x, "v", 16, "attention", "v")
-    o = g.attend(q, k, v, "target.layers.0", spec, 1e-6, "o", plus_one=False, window=window)
+    o = g.attend(q, k, v, "target.layers.0", spec, LayerSpec(spec, 8, 1e-6, window=window))
     return g.program(logits=g.linear(o, "head", 100, "lm_head", "logits"))
 
 

@@ -6,7 +6,7 @@ import pytest
 from edge_dflash.bench.workload import PROFILES, profile_pattern, reached, routing
 from edge_dflash.checks.footprint import distinct
 from edge_dflash.errors import RequestError
-from edge_dflash.model.experts import Experts
+from edge_dflash.model.ops import Experts
 
 
 def test_a_profile_goes_on_by_its_last_ratio():

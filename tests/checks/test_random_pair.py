@@ -23,8 +23,7 @@ from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_pair
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
-from edge_dflash.weights.layout import UNIT_ROWS, Layout, Repacked
-from edge_dflash.weights.packing import unpack
+from edge_dflash.weights.layout import UNIT_ROWS, Layout, Repacked, unpack
 from edge_dflash.weights.stacks import Stack, pair_stacks
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -1,7 +1,7 @@
 import pytest
 
 from edge_dflash.model.builder import GraphBuilder
-from edge_dflash.model.specs import AttentionSpec, RopeSpec
+from edge_dflash.model.specs import AttentionSpec, LayerSpec, RopeSpec
 
 ATTENTION = AttentionSpec(4, 2, 8, RopeSpec(1e4, 8), gated=False)
 
@@ -43,7 +43,7 @@ def test_columns_must_agree():
         g.add(x, y, "z")
     k = g.linear(x, "target.k", 16, "attention", "k")
     with pytest.raises(ValueError, match="32 wanted"):
-        g.attend(y, k, k, "target.layers.0", ATTENTION, 1e-6, "o", plus_one=False)
+        g.attend(y, k, k, "target.layers.0", ATTENTION, LayerSpec(ATTENTION, 8, 1e-6))
 
 
 def test_a_weight_has_one_shape():

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from golden_pairs import GOLDEN
 
-from edge_dflash.model.patch_tables import merge_order, patch_tables
 from edge_dflash.model.registry import read_target_spec
 from edge_dflash.model.specs import PatchSpec, VisionSpec
+from edge_dflash.model.vision import merge_order, patch_tables
 
 HALF = (0.5, 0.5, 0.5)
 TOWER = VisionSpec(27, 1152, 4304, 16, 48, 1e4, 5120, 1, 2, 3, 4, PatchSpec(16, 2, 2, 65536, 16777216, HALF, HALF))

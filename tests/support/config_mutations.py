@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from golden_pairs import GOLDEN
 
 from edge_dflash.errors import CheckpointError
-from edge_dflash.model import config, vision_config
+from edge_dflash.model import config, vision
 from edge_dflash.model.fields import ANY, REQUIRED
 from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_target_spec
 from edge_dflash.weights import declared
@@ -26,7 +26,7 @@ DROP = object()
 OUTCOMES = ("read", "overridden", "refused", "without effect")
 CHANGED = "read, and it changes the outcome"
 CONFIG, HF_QUANT, GENERATION = "config.json", "hf_quant_config.json", "generation_config.json"
-IMAGES, PROCESSOR = vision_config.FLAT_FILE, vision_config.FILE
+IMAGES, PROCESSOR = vision.FLAT_FILE, vision.FILE
 MIXED = "model.layers.0.mlp.down_proj"
 # A key that no longer agrees with another is refused by the name of either.
 PARTNERS = {
@@ -134,7 +134,7 @@ def root(base, file, files):
     if file == HF_QUANT:
         return declared.HF_QUANT
     if file in (IMAGES, PROCESSOR):
-        return vision_config.IMAGES if file == IMAGES else vision_config.PROCESSOR
+        return vision.IMAGES if file == IMAGES else vision.PROCESSOR
     if base.drafter:
         return next(kind.table for kind in DRAFTERS.values() if base.files[file]["architectures"][0] in kind.classes)
     (name,) = base.files[CONFIG]["architectures"]

@@ -7,9 +7,9 @@ import torch
 
 from edge_dflash.backends.reference.dense import TorchWeights, pad, padded_rows
 from edge_dflash.backends.reference.experts import experts
+from edge_dflash.model.blocks import experts as block
 from edge_dflash.model.builder import GraphBuilder
-from edge_dflash.model.experts import Experts
-from edge_dflash.model.experts import experts as block
+from edge_dflash.model.ops import Experts
 from edge_dflash.model.specs import ExpertsSpec
 from edge_dflash.weights.formats import WideWeight
 
@@ -33,7 +33,7 @@ class Mixture:
     def random(cls, spec, hidden, seed=0):
         """Matrices that give their input's RMS; logits of the router about 3 times it."""
         g = GraphBuilder("verify", commits=False)
-        block(g, g.embed("ids", "table", 8, hidden, "x"), "target.layers.0", spec, 1e-6, plus_one=False)
+        block(g, g.embed("ids", "table", 8, hidden, "x"), "target.layers.0", spec)
         program = g.program()
         (op,) = (op for op in program.ops if isinstance(op, Experts))
         rng = np.random.default_rng(seed)

@@ -18,7 +18,7 @@ from edge_dflash.bundle.parts import bundle_parts, tensor_file, write_file
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import AttentionSpec, ExpertsSpec, GatedDeltaSpec, RopeSpec
 from edge_dflash.weights.formats import Nvfp4Weight
-from edge_dflash.weights.words import words_of
+from edge_dflash.weights.layout import words_of
 
 NATIVE_PAIR = replace(
     PAIR,

@@ -6,8 +6,7 @@ import numpy as np
 
 from edge_dflash.backends.cuda.linear import LinearWeights
 from edge_dflash.backends.cuda.weights import embedding_bits, vector
-from edge_dflash.weights.layout import repack
-from edge_dflash.weights.packing import shared_part
+from edge_dflash.weights.layout import repack, shared_part
 from edge_dflash.weights.stacks import Stack
 
 

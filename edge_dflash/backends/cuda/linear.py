@@ -24,8 +24,7 @@ from edge_dflash.backends.cuda.splits import (
 )
 from edge_dflash.board.archs import supports
 from edge_dflash.errors import BackendError
-from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, Layout, Repacked
-from edge_dflash.weights.packing import data_for
+from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, Layout, Repacked, data_for
 
 UNITS = ("linear", "linear_cluster", "linear_hopper", "linear_wide", "linear_tiles", "finish")  # compilation units
 _FINISH_THREADS, _NORM_THREADS, _NORM_COLUMNS, _PARTS = 1024, 256, (512, 2560, 4096, 5120, 8192), 4

@@ -26,7 +26,6 @@ from edge_dflash.backends.cuda.steps import (
     State,
 )
 from edge_dflash.errors import BackendError
-from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import (
     Add,
     Attend,
@@ -34,6 +33,7 @@ from edge_dflash.model.ops import (
     DenseOp,
     Elementwise,
     Embed,
+    Experts,
     GatedDelta,
     GroupedConv,
     KvAppend,

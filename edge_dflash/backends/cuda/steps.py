@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from edge_dflash.model.experts import Experts
-from edge_dflash.model.ops import Elementwise, GroupedConv, RmsNorm, StateOp, Walk
+from edge_dflash.model.ops import Elementwise, Experts, GroupedConv, RmsNorm, StateOp, Walk
 from edge_dflash.weights.stacks import ExpertStack, Stack
 
 

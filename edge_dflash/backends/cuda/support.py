@@ -20,8 +20,7 @@ from edge_dflash.backends.cuda.walk_shape import WalkShape
 from edge_dflash.board.archs import arch_of_sm, find_arch
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.experts import Experts
-from edge_dflash.model.ops import Attend, Embed, GatedDelta, GroupedConv, KvAppend, Linear, Op, Remap, Walk
+from edge_dflash.model.ops import Attend, Embed, Experts, GatedDelta, GroupedConv, KvAppend, Linear, Op, Remap, Walk
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import BLOCK, FORMATS, WeightFormat, WeightStore, WideWeight

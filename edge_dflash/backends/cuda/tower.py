@@ -22,11 +22,10 @@ from edge_dflash.backends.cuda.tower_kernels import UNIT, Activation, TowerKerne
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.pictured import Picture
 from edge_dflash.errors import BackendError
-from edge_dflash.model.ops import Add, Linear, Op
-from edge_dflash.model.patch_tables import patch_tables
+from edge_dflash.model.ops import Add, Bias, Fold, FrameAttend, GeluErf, GeluTanh, LayerNorm, Linear, Op, PositionRows
 from edge_dflash.model.program import Program
 from edge_dflash.model.specs import VisionSpec
-from edge_dflash.model.vision_ops import Bias, Fold, FrameAttend, GeluErf, GeluTanh, LayerNorm, PositionRows
+from edge_dflash.model.vision import patch_tables
 from edge_dflash.weights.formats import WeightFormat
 from edge_dflash.weights.stacks import program_stacks
 

@@ -17,11 +17,9 @@ from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.formats import WeightFormat, WeightStore, WideWeight
-from edge_dflash.weights.layout import UNIT_ROWS
-from edge_dflash.weights.packing import pack, row_blocks
+from edge_dflash.weights.layout import UNIT_ROWS, pack, row_blocks, words_of
 from edge_dflash.weights.safetensors import forget_pages
 from edge_dflash.weights.stacks import AnyStack, Stack
-from edge_dflash.weights.words import words_of
 
 
 class NativeWeights(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from edge_dflash.backends.reference.dense import ROW_TILE, TorchWeights, linear, pointwise, sigmoid, silu
-from edge_dflash.model.experts import Experts
+from edge_dflash.model.ops import Experts
 
 Round = Callable[[torch.Tensor], torch.Tensor]
 Notes = Callable[[str, torch.Tensor], None]  # (role, values of a tile's valid rows)

@@ -26,12 +26,12 @@ from edge_dflash.backends.reference.sight import picture_table, with_pictures
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.pictured import Sight
 from edge_dflash.errors import BackendError
-from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import (
     Add,
     Attend,
     Concat,
     Embed,
+    Experts,
     GatedDelta,
     GroupedConv,
     KvAppend,

@@ -17,11 +17,10 @@ from edge_dflash.backends.reference.dense import ROW_TILE, TorchWeights, linear,
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.pictured import Picture
 from edge_dflash.errors import BackendError
-from edge_dflash.model.ops import Add, Linear, Op
-from edge_dflash.model.patch_tables import patch_tables
+from edge_dflash.model.ops import Add, Bias, Fold, FrameAttend, GeluErf, GeluTanh, LayerNorm, Linear, Op, PositionRows
 from edge_dflash.model.program import Program
 from edge_dflash.model.specs import VisionSpec
-from edge_dflash.model.vision_ops import Bias, Fold, FrameAttend, GeluErf, GeluTanh, LayerNorm, PositionRows
+from edge_dflash.model.vision import patch_tables
 
 
 @dataclass(frozen=True, eq=False)

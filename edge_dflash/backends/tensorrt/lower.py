@@ -23,8 +23,7 @@ from edge_dflash.backends.tensorrt.lower_tower import TowerOp, position_rows, to
 from edge_dflash.backends.tensorrt.net import DType, Net
 from edge_dflash.backends.tensorrt.units import CHOICES, LOGITS, Binding, Unit
 from edge_dflash.errors import BackendError
-from edge_dflash.model.ops import Add, Concat, DenseOp, Embed, Linear, RmsNorm, SwiGlu
-from edge_dflash.model.vision_ops import PositionRows
+from edge_dflash.model.ops import Add, Concat, DenseOp, Embed, Linear, PositionRows, RmsNorm, SwiGlu
 from edge_dflash.weights.formats import (
     BLOCK,
     Array,

@@ -14,8 +14,7 @@ import numpy as np
 
 from edge_dflash.backends.tensorrt.net import Net
 from edge_dflash.errors import BackendError
-from edge_dflash.model.ops import DenseOp
-from edge_dflash.model.vision_ops import Bias, Fold, FrameAttend, GeluErf, GeluTanh, LayerNorm
+from edge_dflash.model.ops import Bias, DenseOp, Fold, FrameAttend, GeluErf, GeluTanh, LayerNorm
 from edge_dflash.weights.formats import Array, WideWeight, bf16_to_f32
 
 TowerOp = Bias | Fold | FrameAttend | GeluErf | GeluTanh | LayerNorm

@@ -11,7 +11,7 @@ from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, shape_o
 from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.cuda.steps import Mix
 from edge_dflash.backends.cuda.weights import NativeWeights
-from edge_dflash.model.experts import Experts
+from edge_dflash.model.ops import Experts
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.weights.stacks import expert_stacks
 

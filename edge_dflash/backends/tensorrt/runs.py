@@ -14,8 +14,7 @@ from edge_dflash.backends.cuda.memory import Placement, place
 from edge_dflash.backends.cuda.schedule import Schedule
 from edge_dflash.backends.cuda.steps import Convolve, Draft, Last, PassStep, State
 from edge_dflash.backends.tensorrt.units import CHOICES, EMBEDDING, HEAD, LOGITS, PairUnits, Run
-from edge_dflash.model.experts import Experts
-from edge_dflash.model.ops import GroupedConv, SelectRows, Walk
+from edge_dflash.model.ops import Experts, GroupedConv, SelectRows, Walk
 
 Buffer = Literal["arena", "ids", "logits", "choices"]
 

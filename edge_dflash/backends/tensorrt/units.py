@@ -18,10 +18,10 @@ from edge_dflash.backends.cuda.tower_kernels import most_patches
 from edge_dflash.bundle.manifest import ENGINES
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import (
     DenseOp,
     Embed,
+    Experts,
     GroupedConv,
     RmsNorm,
     SelectRows,
