@@ -13,7 +13,7 @@ from typing import Any
 from edge_dflash.board.archs import Arch, find_arch
 from edge_dflash.board.rates import Chip
 from edge_dflash.common.files import directory
-from edge_dflash.common.rules import LINE, Items, Object, Rule, ValueReader, whole
+from edge_dflash.common.rules import LINE, Items, Object, Rule, ValueReader, either, only, whole
 from edge_dflash.common.tables import read_yaml
 from edge_dflash.errors import BackendError, RecipeError
 
@@ -158,7 +158,7 @@ def _table(kind: type[Any], **rules: ValueReader) -> Object:
 
 
 _POSITIVE = whole(1).saying("a positive integer")
-_COUNT = whole(0).saying("an integer from 0, or null").or_none()
+_COUNT = either(only("", None), whole(0), "an integer from 0, or null")
 _NAMES = Rule(_names, "give a list")
 _BOARD = _table(
     BoardProfile,

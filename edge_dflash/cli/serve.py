@@ -39,7 +39,7 @@ def serve(
     """
     try:
         from edge_dflash.serve.config import ServeConfig, load_config
-        from edge_dflash.serve.journal import log_to
+        from edge_dflash.serve.logs import log_to
         from edge_dflash.serve.server import listen_sockets, logged, run
         from edge_dflash.serve.service import SystemdNotifier
     except ModuleNotFoundError as error:

@@ -21,7 +21,7 @@ import math
 import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, Protocol, TypeAlias
 
@@ -74,21 +74,25 @@ class Rule:
     take: Callable[[Any], Any]
     wanted: str  # the remedy that a message ends with: "give ..."
     schema: Schema = field(default_factory=dict)
+    none: bool = False  # whether None is taken as it is
 
     def read(self, value: Any, place: str) -> Any:
         """See :class:`ValueReader`."""
+        if value is None and self.none:
+            return None
         try:
             return self.take(value)
-        except (TypeError, ValueError, OverflowError, RecursionError):
-            raise FieldError(f"{place} is {short(value)}; {self.wanted}", place) from None
+        except (TypeError, ValueError, LookupError, OverflowError, RecursionError):
+            wanted = f"{self.wanted}, or None" if self.none else self.wanted
+            raise FieldError(f"{place} is {short(value)}; {wanted}", place) from None
 
-    def saying(self, accepted: str, **schema: Any) -> Rule:
+    def saying(self, accepted: str) -> Rule:
         """The same rule in other words: ``give`` and what is accepted."""
-        return Rule(self.take, f"give {accepted}", {**self.schema, **schema})
+        return replace(self, wanted=f"give {accepted}")
 
     def or_none(self) -> Rule:
         """The same, or None."""
-        return Rule(lambda value: None if value is None else self.take(value), f"{self.wanted}, or None", self.schema)
+        return replace(self, none=True)
 
 
 @dataclass(frozen=True)
@@ -210,13 +214,14 @@ def refuse_unknown(rules: Mapping[str, ValueReader], names: Iterable[str]) -> No
         raise unknown_name(unknown, rules)
 
 
-def unknown_name(name: str, known: Mapping[str, ValueReader], before: str = "") -> FieldError:
-    """The error of a name that is not known; ``before`` is the place of its object."""
+def unknown_name(name: str, known: Mapping[str, ValueReader], before: str | None = None) -> FieldError:
+    """The error of a name that is not known; ``before`` is the place of its object, if it stands in one."""
     refuse_surrogates(name, "the name of an option")
     near = slip_of(name, known) or SAME.get(name)
     hint = f"did you mean {near}? " if near in known else ""
-    place = before + (name if len(name) <= 60 else f"{name[:57]}...")
-    return FieldError(f"{place} is unknown; {hint}known are {', '.join(known)}", place, unknown=True)
+    place = (before or "") + (name if len(name) <= 60 else f"{name[:57]}...")
+    here = "" if before is None else " here"
+    return FieldError(f"{place} is unknown{here}; {hint}known are {', '.join(known)}", place, unknown=True)
 
 
 # Rules ----------------------------------------------------------------------------------------------------------------
@@ -270,6 +275,11 @@ LINE = Rule(_line, "give text in quotes, not blank", {"type": "string"})
 TEXTS = Rule(_texts, "give a text, or several, none of them empty")
 PATH = Rule(_path, "give a path, as text without NUL or as a path object")
 FUNCTION = Rule(_called, "give a function")
+
+
+def as_json(rule: Rule) -> Rule:
+    """The rule where null counts as absent, in JSON's and TOML's words."""
+    return replace(rule, none=False, wanted="give true or false" if rule.take is _flag else rule.wanted)
 
 
 def whole(low: float = -math.inf, high: float = math.inf) -> Rule:

@@ -7,7 +7,6 @@ answer is done on threads: the loop serves everybody.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from typing import Any, get_args
@@ -20,36 +19,31 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from edge_dflash.common.rules import Schema
 from edge_dflash.decode.backend import PairShape
-from edge_dflash.serve import completions, replies
-from edge_dflash.serve.completions import HELLO
-from edge_dflash.serve.config import ServeConfig
-from edge_dflash.serve.fields import BodyFields, Refusal, dump, json_response, refusal, session_name
+from edge_dflash.serve import bodies, completions, replies
+from edge_dflash.serve.bodies import COUNT, NAME, STRING, exactly
+from edge_dflash.serve.calls import encoded
+from edge_dflash.serve.errors import Refusal, dump, json_response, refusal
 from edge_dflash.serve.limits import Guard, Keys, read_body, turn
-from edge_dflash.serve.messages import check_results, read_messages
+from edge_dflash.serve.logs import RequestLog
 from edge_dflash.serve.metrics import CONTENT_TYPE
 from edge_dflash.serve.openapi import (
-    COUNT,
-    FLAG,
+    BOOLEAN,
     IDS,
-    NAME,
     NAMED,
     NUMBER,
     RUNS,
     STORED,
     TAKEN,
-    TEXT,
     WITH_BODY,
     Operation,
     Operations,
-    Schema,
     document,
-    exactly,
     list_of,
     or_null,
     ref,
 )
-from edge_dflash.serve.request_log import RequestLog
 from edge_dflash.serve.service import Service, State
 
 _PIECE = 8192  # token ids that are written at once
@@ -108,30 +102,18 @@ async def _defect(request: Request, error: Exception) -> Response:
 # Texts and the model --------------------------------------------------------------------------------------------------
 
 
-def _encoded(body: Mapping[str, Any], config: ServeConfig) -> tuple[Any, bool, bool]:
-    """What is to be encoded, whether the template is to open thinking, and whether the text is used as it is."""
-    given = BodyFields(body)
-    if (text := given.text("text", facts={"pattern": r"\S"})) is None:
-        given.also({"properties": {"text": {"type": "null"}}}, variant="messages")
-        task: Any = read_messages(given, "give messages, or a text")
-        check_results(task)
-    else:
-        given.also({"required": ["text"], "properties": {"text": TEXT}}, variant="text")
-        given.only("messages", why="text is given too; give one of them")
-        task = text
-    thinking, raw = given.flag("thinking") or False, given.flag("raw") or False
-    given.done()
-    return task, thinking, raw
-
-
 @operation(
-    "POST", "/v1/edge_dflash/encode", "Token ids of messages or of a text.", ref("Tokens"), WITH_BODY,
-    read=_encoded, samples=({"messages": HELLO}, {"text": "x"}),
-)  # fmt: skip
+    "POST",
+    "/v1/edge_dflash/encode",
+    "Token ids of messages or of a text.",
+    ref("Tokens"),
+    WITH_BODY,
+    body=lambda new_tokens: bodies.ENCODE,
+)
 async def encode(service: Service, request: Request) -> ASGIApp:
     """The token ids, written piece by piece: a million at once hold the interpreter for 100 ms."""
     planner, _ = service.loaded()
-    task, thinking, raw = await read_body(service, request, _encoded)
+    task, thinking, raw = await read_body(service, request, encoded)
 
     def made() -> bytes:
         ids = planner.encode(task, thinking=thinking, raw=raw)
@@ -202,22 +184,6 @@ async def openapi(service: Service, request: Request) -> ASGIApp:
 # Sessions -------------------------------------------------------------------------------------------------------------
 
 
-def _new(body: Mapping[str, Any], config: ServeConfig) -> str:
-    """The name of another session. Raises Refusal."""
-    given = BodyFields(body)
-    to = given.text("to", facts=NAME, needed="give the name of the new session")
-    given.done()
-    return session_name(to, "to")
-
-
-def _to(body: Mapping[str, Any], config: ServeConfig) -> tuple[str | None, bool]:
-    """The name to save under, None for its own, and whether an earlier state there may go. Raises Refusal."""
-    given = BodyFields(body)
-    to, replace = given.text("to", facts=NAME), given.flag("replace") or False
-    given.done()
-    return None if to is None else session_name(to, "to"), replace
-
-
 @operation("GET", _SESSIONS, "All sessions, open and saved.", ref("SessionList"))
 async def sessions(service: Service, request: Request) -> ASGIApp:
     """Those of the caller's account."""
@@ -245,40 +211,42 @@ async def delete_session(service: Service, request: Request) -> ASGIApp:
 
 @operation(
     "POST", _SESSIONS + "/{name}/save", "Write a session.", ref("SessionSaved"),
-    {**WITH_BODY, **NAMED, **TAKEN, **STORED}, read=_to, samples=({},),
+    {**WITH_BODY, **NAMED, **TAKEN, **STORED}, body=lambda new_tokens: bodies.SAVE,
 )  # fmt: skip
 async def save_session(service: Service, request: Request) -> ASGIApp:
     """Write it, with ``to`` under another name."""
     _, found = service.loaded(request.state.account)
-    name, (to, replace) = _name(request), await read_body(service, request, _to)
-    size = await service.on_thread(partial(found.save, name, to, replace=replace))
+    name, given = _name(request), await read_body(service, request, lambda body, config: bodies.SAVE.read(body))
+    to = given.get("to")
+    size = await service.on_thread(partial(found.save, name, to, replace=given.get("replace", False)))
     return json_response({"id": to or name, "object": "edge_dflash.session", "saved": True, "bytes": size})
 
 
 @operation(
     "POST", _SESSIONS + "/{name}/fork", "Another session that goes on from here.", ref("SessionForked"),
-    {**WITH_BODY, **NAMED, **RUNS, **TAKEN, **STORED}, read=_new, samples=({"to": "x"},),
+    {**WITH_BODY, **NAMED, **RUNS, **TAKEN, **STORED}, body=lambda new_tokens: bodies.FORK,
 )  # fmt: skip
 async def fork_session(service: Service, request: Request) -> ASGIApp:
     """Let the session ``to`` go on from this one."""
     _, found = service.loaded(request.state.account)
-    name, to = _name(request), await read_body(service, request, _new)
+    name, given = _name(request), await read_body(service, request, lambda body, config: bodies.FORK.read(body))
+    to = given["to"]
     await service.on_thread(partial(found.fork, name, to))
     return json_response({"id": to, "object": "edge_dflash.session"})
 
 
 def _name(request: Request) -> str:
-    return session_name(request.path_params["name"], "session")
+    return str(NAME.read(request.path_params["name"], "session"))
 
 
 def _session(optional: Schema | None = None, **more: Schema) -> Schema:
-    return exactly(optional, id=TEXT, object={"const": "edge_dflash.session"}, **more)
+    return exactly(optional, id=STRING, object={"const": "edge_dflash.session"}, **more)
 
 
 SCHEMAS: dict[str, Schema] = {
     **replies.SCHEMAS,
     "Session": _session(
-        {"messages": list_of({"type": "object"}), "token_ids": IDS}, open=FLAG, tokens=or_null(COUNT), saved=FLAG
+        {"messages": list_of({"type": "object"}), "token_ids": IDS}, open=BOOLEAN, tokens=or_null(COUNT), saved=BOOLEAN
     ),
     "SessionList": exactly(object={"const": "list"}, data=list_of(ref("Session"))),
     "SessionForked": _session(),
@@ -289,19 +257,19 @@ SCHEMAS: dict[str, Schema] = {
         {
             "edge_dflash": exactly(
                 **dict.fromkeys(_SIZES, COUNT) | {"mask_token_id": or_null(COUNT), "stop_token_ids": IDS},
-                **{"tokenizer": FLAG, "chat": FLAG, "fingerprint": TEXT},
+                **{"tokenizer": BOOLEAN, "chat": BOOLEAN, "fingerprint": STRING},
             )
         },
-        id=TEXT,
+        id=STRING,
         object={"const": "model"},
         created=COUNT,
-        owned_by=TEXT,
+        owned_by=STRING,
     ),
     "ModelList": exactly(object={"const": "list"}, data=list_of(ref("Model"))),
     "Health": exactly(
         status={"enum": ["ok", "hung", "failed"]},
         state={"enum": list(get_args(State))},
-        running=FLAG,
+        running=BOOLEAN,
         waiting=COUNT,
         stalled_seconds=NUMBER,
     ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -20,12 +20,11 @@ from edge_dflash.errors import ContextError, EdgeDflashError
 from edge_dflash.result import Increment, Plan
 from edge_dflash.runner.planning import apart
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
-from edge_dflash.serve.choices import merged, span
-from edge_dflash.serve.fields import Refusal, dump, json_response
-from edge_dflash.serve.limits import SMALL, read_body, turn
-from edge_dflash.serve.messages import check_results
-from edge_dflash.serve.openai import Call, chat_call, completion_call
-from edge_dflash.serve.openapi import RUNS, STORED, WITH_BODY, Operations, Read, ref
+from edge_dflash.serve import bodies
+from edge_dflash.serve.calls import Call, chat_call, check_results, completion_call
+from edge_dflash.serve.errors import Refusal, dump, json_response
+from edge_dflash.serve.limits import SMALL, Read, read_body, turn
+from edge_dflash.serve.openapi import RUNS, STORED, WITH_BODY, Operations, ref
 from edge_dflash.serve.replies import Writer
 from edge_dflash.serve.service import Service, log
 
@@ -232,29 +231,57 @@ async def _ended(stream: AsyncPlanStream) -> Plan | None:
         return None
 
 
+async def merged(
+    streams: Sequence[AsyncIterator[Increment]], patience: float
+) -> AsyncGenerator[tuple[int, Increment] | None, None]:
+    """Increments of all streams as they come, each with its stream's index; None when none came for a while.
+
+    The error of any is raised.
+    """
+    increments = [aiter(stream) for stream in streams]
+    following = {_next(one): index for index, one in enumerate(increments)}
+    try:
+        while following:
+            done, _ = await asyncio.wait(following, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                yield None
+            for future in sorted(done, key=following.__getitem__):
+                try:
+                    part = future.result()
+                except StopAsyncIteration:
+                    del following[future]
+                    continue
+                index = following.pop(future)
+                following[_next(increments[index])] = index
+                yield index, part
+    finally:
+        for future in following:
+            future.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
+
+
+def _next(increments: AsyncIterator[Increment]) -> asyncio.Future[Increment]:
+    return asyncio.ensure_future(anext(increments))
+
+
+def span(plans: Sequence[Plan]) -> tuple[float, float]:
+    """When the plans of one request began and ended, in seconds from its call."""
+    timings = [plan.timings for plan in plans]
+    return min(one.queue_seconds for one in timings), max(one.total_seconds for one in timings)
+
+
 class _GoneError(Exception):
     """The client takes nothing, or is gone."""
 
 
 # Routes ---------------------------------------------------------------------------------------------------------------
 
-_CALLED = {"tool_calls": [{"id": "x", "function": {"name": "f", "arguments": "{}"}}], "tool_call_id": "x"}
-_ROLES = {"system": (), "developer": (), "user": (), "assistant": ("tool_calls",), "tool": ("tool_call_id",)}
-HELLO = [{"role": role, "content": "x", **{key: _CALLED[key] for key in keys}} for role, keys in _ROLES.items()]
-_CALLS: dict[str, Any] = {
-    "tools": [{"function": {"name": "f"}}],
-    "tool_choice": "required",
-    "chat_template_kwargs": {},
-}
-_FORMS = ({"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}})
-_SAMPLES = tuple({"stream": True, "stream_options": {}, "edge_dflash": {}, "response_format": form} for form in _FORMS)
 _REFUSALS = {**WITH_BODY, **RUNS, **STORED}
 
 
 @operations(
     "POST", "/v1/chat/completions", "Messages in, an answer out.", ref("ChatCompletion"), _REFUSALS,
-    event=ref("ChatCompletionChunk"), read=chat_call,
-    samples=tuple({"messages": HELLO, **body} for body in (*_SAMPLES, _CALLS)),
+    event=ref("ChatCompletionChunk"), body=bodies.chat,
 )  # fmt: skip
 async def chat(service: Service, request: Request) -> ASGIApp:
     """Answer messages."""
@@ -263,7 +290,7 @@ async def chat(service: Service, request: Request) -> ASGIApp:
 
 @operations(
     "POST", "/v1/completions", "A text or token ids, used as they are.", ref("Completion"), _REFUSALS,
-    event=ref("CompletionChunk"), read=completion_call, samples=tuple({"prompt": "x", **body} for body in _SAMPLES),
+    event=ref("CompletionChunk"), body=bodies.completion,
 )  # fmt: skip
 async def completions(service: Service, request: Request) -> ASGIApp:
     """Go on with a text."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from edge_dflash.backends.selftest import Mode
 from edge_dflash.common.files import read_text
-from edge_dflash.common.rules import FLAG, TEXT, FieldError, Object, Rule, number, one_of, whole
+from edge_dflash.common.rules import FLAG, TEXT, FieldError, Object, Rule, as_json, number, one_of, whole
 from edge_dflash.errors import ConfigError
 from edge_dflash.runner.settings import OpenSettings
 
@@ -107,15 +107,11 @@ class LimitConfig:
     """What a client may ask for. 0: no limit of the service's own."""
 
     body_bytes: int = count(
-        MIB,
-        "Bytes of a request's body. Frames of 800 x 600 as data URLs are about 0.15 MB as JPEG, 1 MB as PNG.",
-        1024,
+        MIB, "Bytes of a request's body. Frames of 800 x 600 as data URLs are about 0.15 MB as JPEG, 1 MB as PNG.", 1024
     )
     header_bytes: int = count(16384, "Bytes of a request's line and headers.", 1024)
     connections: int = count(
-        64,
-        "Connections at a time, of the Unix socket and of TCP each; three quarters of one user or address.",
-        1,
+        64, "Connections at a time, of the Unix socket and of TCP each; three quarters of one user or address.", 1
     )
     json_depth: int = count(64, "Levels of nesting in a request's JSON.", 4)
     schema_bytes: int = count(65536, "Bytes of a schema, regex or grammar. 0: no limit but that of the body.")
@@ -126,9 +122,7 @@ class LimitConfig:
         0, "Tokens of an answer; also what holds for requests without max_tokens. 0: what the context holds."
     )
     sessions: int = count(
-        16,
-        "Sessions of one owner that are open at a time; beyond, the one used longest ago is saved and closed.",
-        1,
+        16, "Sessions of one owner that are open at a time; beyond, the one used longest ago is saved and closed.", 1
     )
     saved_sessions: int = count(64, "Sessions of one owner that may lie in state_dir. 0: none is ever written.")
 
@@ -275,7 +269,7 @@ def _key(one: Field[Any]) -> TomlKey:
         return None if value == none else rule.take(value * unit)
 
     default = none if one.default is None else one.default // unit if unit > 1 else one.default
-    wanted = "give true or false" if rule.take is FLAG.take else rule.wanted.replace(", or None", f", or {none}")
+    wanted = as_json(rule).wanted + ("" if none is None else f", or {none}")
     return TomlKey(toml.get("key", one.name), one.name, Rule(take, wanted), default, one.metadata["doc"])
 
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from edge_dflash.serve.fields import Refusal, dump
+from edge_dflash.serve.errors import Refusal, dump
 from edge_dflash.serve.limits import peer
 
 _READ = 65536  # bytes taken at a time: h11 is Python, and what it makes of a MB at once keeps everybody waiting

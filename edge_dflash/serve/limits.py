@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import itertools
 import json
 import math
 import os
@@ -16,7 +15,7 @@ import re
 import socket
 import stat
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -26,17 +25,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edge_dflash.common.rules import FieldError, is_deeper, refuse_surrogates
-from edge_dflash.decode.options import PlanOptions
 from edge_dflash.errors import ConfigError
-from edge_dflash.serve.config import LimitConfig
-from edge_dflash.serve.fields import Refusal
-from edge_dflash.serve.openapi import Read
-from edge_dflash.text.images import renamed, sources_of
+from edge_dflash.serve.config import ServeConfig
+from edge_dflash.serve.errors import Refusal
 
 if TYPE_CHECKING:
     from edge_dflash.serve.service import Service
 
 Keys: TypeAlias = Mapping[str, str]  # account by API key
+Read: TypeAlias = Callable[[dict[str, Any], ServeConfig], Any]  # what a body says. Raises RequestError
 SMALL = 8192  # bytes of a body that is read on the loop: a millisecond or two
 CONTAINERS = 65536  # objects and arrays of a body. Parsing holds the interpreter: 25 ms for so many, 250 ms for a MB
 _LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "::1", "[::1]"))
@@ -242,30 +239,3 @@ def _int(text: str) -> int:
     if len(text) > 20 or abs(value := int(text)) > 2**64 - 1:
         raise Refusal(f"the number {text[:40]} is too large; whole numbers have at most 64 bits", code="json")
     return value
-
-
-def bound_request(task: Sequence[Any], options: PlanOptions, limits: LimitConfig) -> None:
-    """Refuse forms and texts that are larger than the service takes."""
-    most = limits.schema_bytes
-    for name in ("schema", "regex", "grammar") if most else ():
-        if _larger(options.get(name), most):
-            raise Refusal(f"{name} has more than {most} bytes, the limit; give a smaller one")
-    most = limits.prompt_chars
-    if most and (size := _chars(task)) > most:
-        raise Refusal(f"the texts have {size} characters, the limit is {most}; send less")
-
-
-def _larger(form: object, limit: int) -> bool:
-    """Whether a form has more characters, as JSON if it is no text; it is written no further than the limit."""
-    if form is None or isinstance(form, str):
-        return len(form or "") > limit
-    sizes = itertools.accumulate(len(part) for part in json.JSONEncoder().iterencode(form))
-    return any(size > limit for size in sizes)
-
-
-def _chars(task: Sequence[Any]) -> int:
-    if isinstance(task, str):
-        return len(task)
-    if task and isinstance(task[0], Mapping):
-        return sum(len(json.dumps(message)) for message in renamed(task, [""] * len(sources_of(task))))
-    return len(task)

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, get_args
 
+from edge_dflash.common.rules import Schema
 from edge_dflash.decode.accept import FinishReason
 from edge_dflash.decode.sampling import TokenLogprob
 from edge_dflash.result import Increment, Plan, PlanTimings
 from edge_dflash.runner.planning import MOST_CANDIDATES
-from edge_dflash.serve.openai import Call
-from edge_dflash.serve.openapi import COUNT, FLAG, IDS, NUMBER, TEXT, Schema, exactly, list_of, or_null, ref
+from edge_dflash.serve.bodies import COUNT, STRING, exactly
+from edge_dflash.serve.calls import Call
+from edge_dflash.serve.openapi import BOOLEAN, IDS, NUMBER, list_of, or_null, ref
 
 LEAST = -9999.0  # OpenAI's number for a token that is next to impossible; JSON has no infinity
 _FINISH = {"stop": "stop", "length": "length", "context": "length", "deadline": "length", "cancelled": "length"}
@@ -197,13 +199,10 @@ def _number(one: TokenLogprob) -> float:
 # Schemas --------------------------------------------------------------------------------------------------------------
 
 _USAGE = exactly(
-    prompt_tokens=COUNT,
-    completion_tokens=COUNT,
-    total_tokens=COUNT,
-    prompt_tokens_details=exactly(cached_tokens=COUNT),
+    prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT, prompt_tokens_details=exactly(cached_tokens=COUNT)
 )
 _EXTENSION = exactly(
-    {"board": {"type": "object"}, "session_error": TEXT, "tokens": IDS, "candidates": list_of(ref("Extension"))},
+    {"board": {"type": "object"}, "session_error": STRING, "tokens": IDS, "candidates": list_of(ref("Extension"))},
     finish_reason={"enum": list(get_args(FinishReason))},
     accept_length=NUMBER,
     accept_lengths=IDS,
@@ -211,43 +210,43 @@ _EXTENSION = exactly(
     accepted_drafts=IDS,
     timings=exactly(**{one.name: NUMBER for one in fields(PlanTimings)}),
     tokens_per_second=NUMBER,
-    speculative=FLAG,
-    lossy=FLAG,
+    speculative=BOOLEAN,
+    lossy=BOOLEAN,
     relaxed_tokens=COUNT,
     reused_tokens=COUNT,
     prompt_tokens=COUNT,
     seed=COUNT,
-    session=or_null(TEXT),
-    malformed=list_of(exactly(text=TEXT, reason=TEXT)),
+    session=or_null(STRING),
+    malformed=list_of(exactly(text=STRING, reason=STRING)),
 )
 
 
 def _tool_call(**more: Schema) -> Schema:
-    return exactly(id=TEXT, type={"const": "function"}, function=exactly(name=TEXT, arguments=TEXT), **more)
+    return exactly(id=STRING, type={"const": "function"}, function=exactly(name=STRING, arguments=STRING), **more)
 
 
 _MESSAGE = exactly(
-    {"reasoning_content": TEXT, "tool_calls": list_of(_tool_call())},
+    {"reasoning_content": STRING, "tool_calls": list_of(_tool_call())},
     role={"const": "assistant"},
-    content=or_null(TEXT),
+    content=or_null(STRING),
     refusal={"type": "null"},
 )
 _DELTA: Schema = {
     "type": "object",
     "properties": {
         "role": {"const": "assistant"},
-        "content": TEXT,
-        "reasoning_content": TEXT,
+        "content": STRING,
+        "reasoning_content": STRING,
         "tool_calls": list_of(_tool_call(index=COUNT)),
     },
     "additionalProperties": False,
 }
-_TOKEN: Schema = {"token": TEXT, "logprob": NUMBER, "bytes": or_null(IDS)}
+_TOKEN: Schema = {"token": STRING, "logprob": NUMBER, "bytes": or_null(IDS)}
 _ENTRY = exactly({"token_id": COUNT}, **_TOKEN, top_logprobs=list_of(exactly({"token_id": COUNT}, **_TOKEN)))
 _CHAT_LOGPROBS = exactly(content=list_of(_ENTRY), refusal={"type": "null"})
 _LOGPROBS = exactly(
     {"content": list_of(_ENTRY)},
-    tokens=list_of(TEXT),
+    tokens=list_of(STRING),
     token_logprobs=list_of(NUMBER),
     top_logprobs=list_of({"type": "object", "additionalProperties": NUMBER}),
     text_offset=IDS,
@@ -258,7 +257,7 @@ def _completion(kind: str, choice: Schema, optional: Schema | None = None, **mor
     """An answer, or a chunk of one."""
     logprobs = or_null(_LOGPROBS if kind == "text_completion" else _CHAT_LOGPROBS)
     said = exactly(index={**COUNT, "maximum": MOST_CANDIDATES - 1}, logprobs=logprobs, **choice)
-    head = {"id": TEXT, "object": {"const": kind}, "created": COUNT, "model": TEXT, "system_fingerprint": TEXT}
+    head = {"id": STRING, "object": {"const": kind}, "created": COUNT, "model": STRING, "system_fingerprint": STRING}
     most = 1 if kind.endswith(".chunk") else MOST_CANDIDATES
     return exactly(optional, **head, choices={**list_of(said), "maxItems": most}, **more)
 
@@ -277,6 +276,6 @@ SCHEMAS: dict[str, Schema] = {
     "Extension": _EXTENSION,
     "ChatCompletion": _completion("chat.completion", {"message": _MESSAGE, "finish_reason": _REASON}, **_WHOLE),
     "ChatCompletionChunk": _chunk("chat.completion.chunk", {"delta": _DELTA}),
-    "Completion": _completion("text_completion", {"text": TEXT, "finish_reason": _REASON}, **_WHOLE),
-    "CompletionChunk": _chunk("text_completion", {"text": TEXT}),
+    "Completion": _completion("text_completion", {"text": STRING, "finish_reason": _REASON}, **_WHOLE),
+    "CompletionChunk": _chunk("text_completion", {"text": STRING}),
 }

@@ -23,7 +23,7 @@ from edge_dflash.planner import Planner
 from edge_dflash.runner.settings import OpenOptions
 from edge_dflash.runner.stream import AsyncPlanStream
 from edge_dflash.serve.config import MIB, ServeConfig
-from edge_dflash.serve.fields import Refusal, dump, refusal
+from edge_dflash.serve.errors import Refusal, dump, refusal
 from edge_dflash.serve.limits import own
 from edge_dflash.serve.metrics import Metrics, Pulse, Watcher
 from edge_dflash.serve.sessions import AllSessions, Sessions

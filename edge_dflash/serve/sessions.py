@@ -24,7 +24,7 @@ from typing import Any
 from edge_dflash.decode.saved import load_session
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.planner import Planner
-from edge_dflash.serve.fields import Refusal
+from edge_dflash.serve.errors import Refusal
 from edge_dflash.serve.limits import own
 from edge_dflash.serve.state_dir import Mark, SessionFiles
 from edge_dflash.session import PlannerSession

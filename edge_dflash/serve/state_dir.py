@@ -19,7 +19,7 @@ from edge_dflash.common.scratch import locked
 from edge_dflash.decode.saved import partial_of
 from edge_dflash.errors import ServiceError, StorageError
 from edge_dflash.runner.recording import Recording
-from edge_dflash.serve.fields import Refusal
+from edge_dflash.serve.errors import Refusal
 
 log = logging.getLogger("edge_dflash.serve")
 SUFFIX = ".session"

@@ -74,7 +74,7 @@ def _edited(tmp_path: Path, **changes: object) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bandwith": 1}, "bandwith is unknown; known are aliases"),
+        ({"bandwith": 1}, "bandwith is unknown here; known are aliases"),
         ({"sm": "remove"}, "sm is missing"),
         ({"memory_bytes": -1}, "memory_bytes is -1; give a positive integer"),
         ({"memory_bytes": True}, "memory_bytes is True"),
@@ -85,7 +85,7 @@ def _edited(tmp_path: Path, **changes: object) -> Path:
         ({"gpu_clock_hz": 1.57e9}, "gpu_clock_hz is 1570000000.0; give a positive integer"),
         ({"name": 5}, "name is 5; give text"),
         ({"aliases": "thor"}, "aliases is 'thor'; give a list"),
-        ({"power_modes": [{"id": 0, "name": "A", "watts": 1, "amps": 2}]}, r"power_modes\[0\].amps is unknown"),
+        ({"power_modes": [{"id": 0, "name": "A", "watts": 1, "amps": 2}]}, r"power_modes\[0\].amps is unknown here"),
         ({"power_modes": [{"id": "0", "name": "A", "watts": 1}]}, "id is '0'; give an integer from 0, or null"),
         ({"jetpacks": [{"jetpack": "7.0"}]}, r"jetpacks\[0\].cuda is missing"),
         ({"jetpacks": [7]}, r"jetpacks\[0\] is 7; give a mapping of cuda"),

@@ -9,7 +9,7 @@ import pytest
 from edge_dflash.common.rules import lone_surrogate
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.serve.fields import Refusal
+from edge_dflash.serve.errors import Refusal
 from edge_dflash.serve.limits import parse_object
 
 BAD = "a\ud800b"

@@ -8,26 +8,17 @@ import httpx2
 import openai
 import pytest
 from fakes import FakeBackend
-from service_support import (
-    TEXT_SHAPE,
-    TOOL,
-    TOOL_TASK,
-    client_of,
-    fake_service,
-    live,
-    thinking_service,
-    tool_service,
-)
+from service_support import TEXT_SHAPE, TOOL, TOOL_TASK, client_of, fake_service, live, thinking_service, tool_service
 
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import MIN_TEMPERATURE, Sampling
 from edge_dflash.errors import RequestError
 from edge_dflash.serve import openapi
 from edge_dflash.serve.app import OPERATIONS, SCHEMAS
+from edge_dflash.serve.bodies import NEUTRAL
+from edge_dflash.serve.calls import chat_call, completion_call
 from edge_dflash.serve.config import ServeConfig
-from edge_dflash.serve.fields import Refusal
-from edge_dflash.serve.openai import chat_call, completion_call
-from edge_dflash.serve.shapes import NEUTRAL
+from edge_dflash.serve.errors import Refusal
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

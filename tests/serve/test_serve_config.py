@@ -22,7 +22,7 @@ def test_the_documented_file_is_the_defaults():
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("[service]\nbundel = 'x'", "service.bundel is unknown; did you mean bundle? known are bundle, model"),
+        ("[service]\nbundel = 'x'", "service.bundel is unknown here; did you mean bundle? known are bundle, model"),
         ("[server]\n", "'server' is no section"),
         ("bundle = 'x'", "'bundle' is no section"),
         ("[service]\nrecord = 1", "service.record is 1; give true or false"),

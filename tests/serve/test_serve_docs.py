@@ -11,9 +11,9 @@ from service_support import config_for, fake_service, live
 
 from edge_dflash.result import PlanTimings
 from edge_dflash.serve.app import make_app
+from edge_dflash.serve.calls import chat_call, completion_call
 from edge_dflash.serve.config import ServeConfig
-from edge_dflash.serve.fields import Refusal
-from edge_dflash.serve.openai import chat_call, completion_call
+from edge_dflash.serve.errors import Refusal
 from edge_dflash.serve.replies import extension
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "service.md").read_text()

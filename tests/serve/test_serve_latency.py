@@ -8,7 +8,7 @@ import os
 import pytest
 from event_loop_latency import COMPLETIONS, chat, head, kinds, measure, send, served
 
-from edge_dflash.serve.fields import Refusal
+from edge_dflash.serve.errors import Refusal
 from edge_dflash.serve.limits import CONTAINERS, parse_object
 
 KINDS = kinds()

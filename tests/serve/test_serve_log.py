@@ -20,8 +20,8 @@ from fakes import FakeBackend
 from planner_support import Gate
 from service_support import TEXT_SHAPE, Process, client_of, fake_service, live
 
-from edge_dflash.serve import request_log
-from edge_dflash.serve.journal import JournalFormatter, is_journal
+from edge_dflash.serve import logs
+from edge_dflash.serve.logs import JournalFormatter, is_journal
 
 CHAT = "/v1/chat/completions"
 SECRET = "the-secret-of-the-prompt"
@@ -215,7 +215,7 @@ def test_the_journal_is_told_by_its_stream(tmp_path):
 
 PROGRAM = """
 import logging, os, sys
-from edge_dflash.serve.journal import log_to
+from edge_dflash.serve.logs import log_to
 log_to(2)
 log = logging.getLogger("edge_dflash.serve")
 for number in range(int(sys.argv[1])):
@@ -275,9 +275,7 @@ def test_a_service_whose_stderr_nobody_reads_serves_on(demo_bundle, tmp_path):
 def test_a_flood_of_strangers_has_few_lines_and_the_rest_are_counted(start, monkeypatch):
     begin, lines = start
     clock = [100.0]
-    monkeypatch.setattr(
-        request_log, "time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=time.perf_counter)
-    )
+    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=time.perf_counter))
     client = begin(key="right-key-of-the-test")
     for _ in range(30):
         assert client.post(CHAT, json=BODY).status_code == 401

@@ -13,7 +13,7 @@ from service_support import TEXT_SHAPE, TOOL, TOOL_TASK, client_of, fake_service
 from text_support import thinking_tokenizer
 
 from edge_dflash import Planner, TokenLogprob
-from edge_dflash.serve.fields import dump
+from edge_dflash.serve.errors import dump
 from edge_dflash.serve.replies import LEAST
 from tests.decode.test_logprobs import log_softmax
 

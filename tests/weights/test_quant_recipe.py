@@ -264,9 +264,9 @@ def test_w4a4_reaches_nvfp4_linears_but_not_head_and_fc():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("weights: {}", "weights is unknown; known are schema, name, description, target"),
-        ("target: {expert: fp8}", r"target.expert is unknown; did you mean experts\? known are attention"),
-        ("drafter: {lm_head: fp8}", "drafter.lm_head is unknown; known are attention, mlp, fc, norm"),
+        ("weights: {}", "weights is unknown here; known are schema, name, description, target"),
+        ("target: {expert: fp8}", r"target.expert is unknown here; did you mean experts\? known are attention"),
+        ("drafter: {lm_head: fp8}", "drafter.lm_head is unknown here; known are attention, mlp, fc, norm"),
         ("target: {mlp: int4}", "mlp is 'int4'; give one of bf16, fp8, nvfp4, keep"),
         ("target: {gates: nvfp4}", "gates is 'nvfp4'; give one of bf16, keep"),
         ("target: {norm: fp8}", "norm is 'fp8'; give one of bf16, keep"),
@@ -282,7 +282,7 @@ def test_w4a4_reaches_nvfp4_linears_but_not_head_and_fc():
         ("calibration: {margin: 0.9}", "margin is 0.9; give a number from 1"),
         ("calibration: {margin: .nan}", "margin is nan"),
         ("context: {max_context: 1.5}", "max_context is 1.5"),
-        ("context: {window: 5}", "window is unknown; known are max_context, prefill_chunk"),
+        ("context: {window: 5}", "window is unknown here; known are max_context, prefill_chunk"),
         ("kv: fp8\nkv: bf16", "key 'kv' is given twice"),
         ("kv: [", "not a readable YAML file"),
     ],
