@@ -39,7 +39,7 @@ from edge_dflash.weights.stacks import AnyStack, ExpertStack
 
 if TYPE_CHECKING:  # importing them needs CUDA's bindings
     from edge_dflash.backends.cuda.driver import Gpu, Kernel
-    from edge_dflash.backends.cuda.linear import LinearWeights
+    from edge_dflash.backends.cuda.kernels.linear import LinearWeights
     from edge_dflash.backends.cuda.memory import DevicePointer
 
 KV_SCALE = 0.03  # keys and values of about RMS 1 reach 448 x 0.03 = 13
@@ -134,7 +134,7 @@ class RandomWeights:
 
     def stack(self, gpu: Gpu, stack: AnyStack) -> LinearWeights:
         """Allocate and fill a stack."""
-        from edge_dflash.backends.cuda.linear import LinearWeights
+        from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 
         layout = stack.layout
         if not _full(layout):
@@ -186,7 +186,7 @@ def _full(layout: Layout) -> bool:
 
 def _small_stack(gpu: Gpu, stack: AnyStack) -> LinearWeights:
     """A padded stack (the gates of gated delta layers), made on the host."""
-    from edge_dflash.backends.cuda.linear import LinearWeights
+    from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 
     layout = stack.layout
     if isinstance(stack, ExpertStack) or layout.format != "bf16" or layout.nbytes > 64 << 20:

@@ -7,9 +7,8 @@ import pytest
 from native_support import Recorder
 from ptx_support import kernels_ptx
 
-from edge_dflash.backends.cuda.attend import AttendShape, AttendTensors, Attention
+from edge_dflash.backends.cuda.kernels.attend import AttendShape, AttendTensors, Attention, KvMemory
 from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Words
-from edge_dflash.backends.cuda.states import KvMemory
 
 SIZES = {"u64": (DevicePointer,), "u32": (int,), "f32": (float,)}
 SHAPE = AttendShape(24, 4, 256, 64, 1e-6, 32768, 16, 512, gated=True)

@@ -189,7 +189,7 @@ TestBookkeeping = Bookkeeping.TestCase
     ],
 )
 def test_every_launch_of_every_pass_is_accepted_on_every_kind_of_device(monkeypatch, sm, rows, linears):
-    monkeypatch.setattr("edge_dflash.backends.cuda.linear.bf16_map", lambda *asked: None)  # asks a driver
+    monkeypatch.setattr("edge_dflash.backends.cuda.kernels.linear.bf16_map", lambda *asked: None)  # asks a driver
     gpu = ControlGpu()
     gpu.sm = sm
     pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, block_size=rows))

@@ -12,7 +12,7 @@ from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import driver
-from edge_dflash.backends.cuda.arguments import as_argument
+from edge_dflash.backends.cuda.driver import as_argument
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
 

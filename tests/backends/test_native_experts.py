@@ -6,12 +6,19 @@ from types import SimpleNamespace
 import pytest
 from cubin_support import cubin, kernel_use
 
-from edge_dflash.backends.cuda import experts, experts_shape
 from edge_dflash.backends.cuda.compile import KERNELS
-from edge_dflash.backends.cuda.experts import UNITS, ExpertKernels, ExpertsBuffers, ExpertsShape, ExpertWeights
-from edge_dflash.backends.cuda.experts_shape import TILES, block_bytes
+from edge_dflash.backends.cuda.kernels import experts
+from edge_dflash.backends.cuda.kernels.experts import (
+    TILES,
+    UNITS,
+    ExpertKernels,
+    ExpertsBuffers,
+    ExpertsShape,
+    ExpertWeights,
+    block_bytes,
+)
+from edge_dflash.backends.cuda.kernels.splits import block_shared
 from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer, Matrix
-from edge_dflash.backends.cuda.splits import block_shared
 from edge_dflash.board.archs import KERNEL_ARCHS, find_arch
 from edge_dflash.errors import BackendError
 
@@ -53,26 +60,14 @@ def run(gpu, rows, shape=SHAPE, **options):
     return gpu.launches
 
 
-@pytest.mark.parametrize(
-    ("unit", "name", "mirror"),
-    [("experts", "Route", experts._Route), ("experts", "Choice", experts._Choice),
-     ("experts_linear", "Products", experts._Products)],
-)  # fmt: skip
-def test_arguments_have_the_fields_of_the_kernel(unit, name, mirror):
-    body = re.search(rf"struct {name} \{{(.*?)\n\}};", source(unit), re.S)[1]
-    fields = re.findall(r"^\s*(?:const )?(\w+\*?) ([\w, ]+);", body, re.M)
-    found = [(one.strip(), kind.endswith("*")) for kind, names in fields for one in names.split(",")]
-    assert found == [(one, kind.__name__ == "c_void_p") for one, kind in mirror._fields_]
-
-
 def test_sizes_are_the_kernels():
     sizes = {u: {n: int(v) for n, v in re.findall(r"(\w+) = (\d+)[,;]", source(u))} for u in UNITS}
     assert 32 * sizes["experts"]["WARPS"] == experts._THREADS
     assert 2 * experts._THREADS == experts._MOST_MEMBERS
     assert sizes["experts"]["GROUP"] == experts._GROUP
-    assert sizes["experts"]["MOST_CHOSEN"] == experts_shape._MOST_CHOSEN
+    assert sizes["experts"]["MOST_CHOSEN"] == experts._MOST_CHOSEN
     for name in ("LIST_HEAD", "ENTRY_HEAD", "WARPS", "UP_PARTS", "DOWN_PARTS"):
-        assert sizes["experts_linear"][name] == getattr(experts_shape, name), name
+        assert sizes["experts_linear"][name] == getattr(experts, name), name
 
 
 @pytest.mark.parametrize("arch", ["sm87", "sm90a", "sm110a", "sm121a"])  # others have the same source

@@ -12,13 +12,13 @@ from native_support import NATIVE_PAIR, formats_of, random_store
 from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
-from edge_dflash.backends.cuda import launches, loading
+from edge_dflash.backends.cuda import loading
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.graphs import joint_steps
+from edge_dflash.backends.cuda.kernels.small import SlotWords
 from edge_dflash.backends.cuda.measured import force
 from edge_dflash.backends.cuda.memory import ControlBlock, DevicePointer
 from edge_dflash.backends.cuda.slots import Slots
-from edge_dflash.backends.cuda.small import SlotWords
 from edge_dflash.decode.backend import Asked, Cycle, Precision, lane_steps
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.errors import BackendError, RequestError
@@ -373,7 +373,7 @@ def test_one_lane_has_the_graphs_of_before(monkeypatch):
 
 def test_more_rows_than_a_pass_takes_go_through_several(monkeypatch):
     gpu = ControlGpu()
-    monkeypatch.setattr(launches, "MOST_ROWS", 2 * BLOCK)
+    monkeypatch.setattr(loading, "MOST_ROWS", 2 * BLOCK)
     backend = load(monkeypatch, gpu, 8)
     assert sorted(backend.graphs) == [1, 2]
     gpu.accept = dict(enumerate([0, 1, 2, 3, 0, 1, 2, 3]))
@@ -385,12 +385,12 @@ def test_more_rows_than_a_pass_takes_go_through_several(monkeypatch):
 @pytest.mark.parametrize("sm", [87, 89, 90, 110, 121])
 @pytest.mark.parametrize("rows", [8, 16, 32])
 def test_every_launch_of_joint_passes_is_accepted_on_every_kind_of_device(monkeypatch, sm, rows):
-    monkeypatch.setattr("edge_dflash.backends.cuda.linear.bf16_map", lambda *asked: None)  # asks a driver
+    monkeypatch.setattr("edge_dflash.backends.cuda.kernels.linear.bf16_map", lambda *asked: None)  # asks a driver
     gpu = ControlGpu()
     gpu.sm = sm
     pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, block_size=rows))
     backend = load(monkeypatch, gpu, 8, pair)
-    assert sorted(backend.graphs) == [count for count in (1, 2, 4, 8) if count * rows <= launches.MOST_ROWS]
+    assert sorted(backend.graphs) == [count for count in (1, 2, 4, 8) if count * rows <= loading.MOST_ROWS]
     for count, graphs in list(backend.graphs.items())[1:]:
         assert list(graphs.verify.graphs) == list(joint_steps(rows))
         for most, graph in graphs.cycles.greedy.graphs.items():

@@ -7,11 +7,10 @@ import pytest
 from native_support import Recorder
 from ptx_support import kernels_ptx
 
-from edge_dflash.backends.cuda.attend import AttendShape, AttendTensors, Attention
-from edge_dflash.backends.cuda.conv import Convolutions
-from edge_dflash.backends.cuda.delta import DeltaKernels, DeltaScratch, DeltaShape, DeltaTensors
+from edge_dflash.backends.cuda.kernels.attend import AttendShape, AttendTensors, Attention, KvMemory
+from edge_dflash.backends.cuda.kernels.conv import Convolutions
+from edge_dflash.backends.cuda.kernels.delta import DeltaKernels, DeltaLayer, DeltaScratch, DeltaShape, DeltaTensors
 from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Words
-from edge_dflash.backends.cuda.states import DeltaLayer, KvMemory
 from edge_dflash.model.ops import GroupedConv
 
 SOME = DevicePointer(1 << 40, 1 << 40)

@@ -4,9 +4,9 @@ from cubin_support import cubin, kernel_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_dflash.backends.cuda.linear import UNITS
+from edge_dflash.backends.cuda.kernels.linear import UNITS
+from edge_dflash.backends.cuda.kernels.splits import ClusterSplits, HopperSplits, StreamSplits, choose_splits
 from edge_dflash.backends.cuda.memory import DevicePointer, scratch_at
-from edge_dflash.backends.cuda.splits import ClusterSplits, HopperSplits, StreamSplits, choose_splits
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
 from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Layout, repack, unpack

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from cubin_support import cubin, kernel_use
 
-from edge_dflash.backends.cuda import splits
 from edge_dflash.backends.cuda.compile import KERNELS
-from edge_dflash.backends.cuda.linear import Linears
+from edge_dflash.backends.cuda.kernels import splits
+from edge_dflash.backends.cuda.kernels.linear import Linears
 from edge_dflash.weights.layout import Layout
 from tests.scripts.kernels import LEFT_OUT
 

@@ -8,7 +8,7 @@ from cubin_support import CACHE, cubin, kernel_use, need_compiler
 from native_support import formats_of, write_native_bundle
 
 from edge_dflash.backends.cuda import compile as kernels
-from edge_dflash.backends.cuda import sample, small
+from edge_dflash.backends.cuda.kernels import sample, small
 from edge_dflash.errors import BackendError
 from tests.scripts.kernels import main
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
-from edge_dflash.backends.cuda.eyes import Eyes
 from edge_dflash.backends.cuda.memory import Allocator, DevicePointer
 from edge_dflash.backends.cuda.rotary import RotaryTables, axes_of, rope_table
+from edge_dflash.backends.cuda.tower import Eyes
 from edge_dflash.decode.pictured import Sight
 from edge_dflash.model.specs import RopeSpec
 
@@ -101,12 +99,7 @@ def test_a_lane_that_is_used_again_starts_at_its_indices(memory):
 def test_a_chunk_that_ends_inside_the_first_image_keeps_its_positions(memory):
     """Behind it the delta is still 0, as before the image."""
     turns, host = made(memory), rope_table(SIGHTED, ROWS)
-    common = SimpleNamespace(
-        states=SimpleNamespace(turns=[turns]),
-        buffers=SimpleNamespace(images=None),
-        layout=SimpleNamespace(vocabulary=0),
-    )
-    eyes = Eyes(memory, SimpleNamespace(tower=object(), common=common))
+    eyes = Eyes(memory, object(), [turns], None, 0)
     positions = np.array([[0, 1, 2, 2, 2, 2], [0, 1, 2, 2, 3, 3], [0, 1, 2, 3, 2, 3]], np.int32)
     eyes.place(1, 0, Sight(positions[:, :5], 0, ()))
     eyes.place(1, 5, Sight(positions[:, 5:], -2, ()))

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from cubin_support import cubin, kernel_use
 
-from edge_dflash.backends.cuda import sample
 from edge_dflash.backends.cuda.compile import KERNELS
 from edge_dflash.backends.cuda.graphs import Capture
+from edge_dflash.backends.cuda.kernels import sample
+from edge_dflash.backends.cuda.kernels.sample import Chooser
 from edge_dflash.backends.cuda.memory import Allocator, Control, DevicePointer, Matrix, aligned
 from edge_dflash.backends.cuda.rows import NativeRows
-from edge_dflash.backends.cuda.sample import Chooser
 from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.errors import BackendError
@@ -37,20 +37,6 @@ def test_sizes_are_those_of_the_kernel():
     assert int(found["COUNT_THREADS"]) == sample._COUNT_THREADS
     assert sample._BINS // int(found["CHUNK"]) == sample._CHUNKS
     assert "CUT_THREADS = CHUNKS" in SOURCE
-
-
-def test_settings_have_the_fields_of_the_kernel():
-    body = re.search(r"struct Settings \{(.*?)\n\};", CHOICE, re.S)[1]
-    sizes = {"double": 8, "u64": 8, "int": 4, "u32": 4}
-    fields = [
-        (name.strip(), sizes[kind])
-        for kind, names in re.findall(r"^\s*(double|u64|int|u32) ([\w, ]+);", body, re.M)
-        for name in names.split(",")
-    ]
-    assert fields == [(name, sample.SETTINGS[name].itemsize) for name in sample.SETTINGS.names]
-    job = re.search(r"struct Job \{(.*?)\n\};", SOURCE, re.S)[1]
-    names = [n.strip() for line in re.findall(r"^\s*(?:const )?\w+\*? ([\w, ]+);", job, re.M) for n in line.split(",")]
-    assert names == [name for name, _ in sample._Job._fields_]
 
 
 def test_the_device_holds_what_a_vocabulary_needs():

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from edge_dflash.backends.cuda.compile import KERNELS
-from edge_dflash.backends.cuda.memory import place
-from edge_dflash.backends.cuda.order import strides_of_blocks
+from edge_dflash.backends.cuda.kernels.small import RESULT_WORDS, Result
 from edge_dflash.backends.cuda.rotary import rope_table
-from edge_dflash.backends.cuda.schedule import schedule
-from edge_dflash.backends.cuda.small import RESULT_WORDS, Result
+from edge_dflash.backends.cuda.schedule import place, schedule, strides_of_blocks
 from edge_dflash.backends.cuda.steps import Columns, Copy, Gather, Head, Mix, Multiply, Normalise, Project, State
 from edge_dflash.backends.reference.attention import rope_table as torch_rope_table
 from edge_dflash.errors import BackendError

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from cubin_support import cubin, kernel_use
 
-from edge_dflash.backends.cuda import attend, delta, memory, small
-from edge_dflash.backends.cuda.attend import AttendShape
+from edge_dflash.backends.cuda import memory
 from edge_dflash.backends.cuda.compile import KERNELS
-from edge_dflash.backends.cuda.delta import DeltaShape
+from edge_dflash.backends.cuda.kernels import attend, delta, small
+from edge_dflash.backends.cuda.kernels.attend import AttendShape
+from edge_dflash.backends.cuda.kernels.delta import DeltaShape
 from edge_dflash.errors import BackendError
 
 SHARED_LIMIT = {"sm87": 163, "sm89": 99, "sm90a": 227, "sm110a": 227, "sm120a": 99, "sm121a": 99}  # KiB a block
@@ -36,7 +37,7 @@ def test_units_compile_with_few_spills(unit, arch):
 
 
 def _face(unit):
-    return (KERNELS.parent / f"{unit}.py").read_text()
+    return (KERNELS / f"{unit}.py").read_text()
 
 
 def test_split_boundaries_are_those_of_the_kernel():

@@ -1,6 +1,7 @@
 import pytest
 
-from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, bf16_map
+from edge_dflash.backends.cuda.driver import bf16_map
+from edge_dflash.backends.cuda.memory import DevicePointer, Matrix
 from edge_dflash.errors import BackendError
 
 

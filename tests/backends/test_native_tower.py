@@ -11,11 +11,10 @@ from native_support import SIGHTED, FakeGpu, formats_of, same, write_native_bund
 from pictures_support import noise, picture
 from tower_on_cpu import COMPILER, HostGpu, HostWeights, tower_library
 
-from edge_dflash.backends.cuda.eyes import Eyes
+from edge_dflash.backends.cuda.kernels.tower import check_tower
 from edge_dflash.backends.cuda.memory import Allocator
 from edge_dflash.backends.cuda.support import check_native
-from edge_dflash.backends.cuda.tower import HostRows, Tower, TowerLayout, tower_schedule
-from edge_dflash.backends.cuda.tower_kernels import check_tower
+from edge_dflash.backends.cuda.tower import Eyes, HostRows, Tower, TowerLayout, tower_schedule
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.tower import TorchTower
 from edge_dflash.bundle.reader import Bundle
@@ -125,27 +124,19 @@ def test_native_kernels_refuse_a_tower_by_name():
         check_native(wide, formats_of("bf16", wide))
 
 
-class Loaded:
-    """What Eyes ask of a loaded pair; the gather's rows are a matrix [64, 8]."""
-
-    def __init__(self, gpu):
-        self.tower = self.common = self.states = self.buffers = self.layout = self
-        self.images, self.vocabulary, self.turns = gpu.allocate(2 * 8 * 64), 300, ()
-
-
 def test_rows_of_a_picture_lie_where_their_chunk_has_them():
     gpu = FakeGpu()
-    loaded = Loaded(gpu)
-    eyes = Eyes(gpu, loaded)
+    images = gpu.allocate(2 * 8 * 64)
+    eyes = Eyes(gpu, object(), [], images, 300)
     bits = np.arange(10 * 8, dtype=np.uint16).reshape(10, 8)
     sight = Sight(
         np.zeros((3, 20), np.int32), -4, (SeenRows(3, HostRows(bits), 2, 6), SeenRows(12, HostRows(bits), 0, 8))
     )
     for first, count in ((0, 20), (0, 5), (5, 5), (10, 10)):
-        gpu.bytes_of(loaded.images)[:] = 0xCC
+        gpu.bytes_of(images)[:] = 0xCC
         ids = np.full(count, 7, np.int32)
         eyes.fill(ids, first, sight)
-        rows = gpu.bytes_of(loaded.images).view(np.uint16).reshape(64, 8)
+        rows = gpu.bytes_of(images).view(np.uint16).reshape(64, 8)
         for row in range(count):
             at = first + row
             seen = bits[at - 3 + 2] if 3 <= at < 9 else bits[at - 12] if at >= 12 else None

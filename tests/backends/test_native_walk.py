@@ -11,14 +11,14 @@ from native_support import NATIVE_PAIR, formats_of, random_store, write_native_b
 from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
-from edge_dflash.backends.cuda import conv, walk, walk_shape
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.compile import KERNELS
+from edge_dflash.backends.cuda.kernels import walk
+from edge_dflash.backends.cuda.kernels.walk import WalkBuffers, WalkShape
 from edge_dflash.backends.cuda.memory import Allocator
 from edge_dflash.backends.cuda.schedule import schedule
 from edge_dflash.backends.cuda.steps import Convolve, Draft, Project
 from edge_dflash.backends.cuda.support import check_native
-from edge_dflash.backends.cuda.walk_shape import WalkBuffers, WalkShape
 from edge_dflash.backends.cuda.weights import BundleWeights
 from edge_dflash.board.archs import KERNEL_ARCHS
 from edge_dflash.bundle.reader import Bundle
@@ -50,17 +50,6 @@ def load(monkeypatch, kind):
     return gpu, NativeBackend(made, weights, state, cubin=lambda unit: b"", max_context=128, prefill_chunk=16)
 
 
-@pytest.mark.parametrize(
-    ("unit", "name", "mirror"),
-    [("walk", "Mix", walk._Mix), ("walk", "Walk", walk._Walk), ("conv", "Conv", conv._Conv)],
-)
-def test_arguments_have_the_fields_of_the_kernel(unit, name, mirror):
-    body = re.search(rf"struct {name} \{{(.*?)\n\}};", (KERNELS / f"{unit}.cu").read_text(), re.S)[1]
-    fields = re.findall(r"^\s*(?:const )?(\w+\*?) ([\w, ]+);", body, re.M)
-    found = [(one.strip(), kind.endswith("*")) for kind, names in fields for one in names.split(",")]
-    assert found == [(one, kind.__name__ == "c_void_p") for one, kind in mirror._fields_]
-
-
 def test_sizes_are_the_kernels():
     source = (KERNELS / "walk.cu").read_text()
     found = {name: int(value) for name, value in re.findall(r"(\w+) = (\d+)[,;]", source)}
@@ -68,7 +57,7 @@ def test_sizes_are_the_kernels():
              "WALK_THREADS": "_WALK_THREADS"}  # fmt: skip
     assert {name: found[name] for name in names} == {name: getattr(walk, ours) for name, ours in names.items()}
     assert 32 * found["PROJECT_WARPS"] == walk._PROJECT_THREADS
-    assert found["SLICE"] == walk_shape._SLICE
+    assert found["SLICE"] == walk._SLICE
 
 
 @pytest.mark.parametrize("arch", KERNEL_ARCHS)

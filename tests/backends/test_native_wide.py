@@ -6,15 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ptx_support import kernels_ptx, left_operands
 
-from edge_dflash.backends.cuda.splits import (
+from edge_dflash.backends.cuda.kernels.splits import (
+    WIDE_TILES,
     ClusterSplits,
     HopperSplits,
     StreamSplits,
+    WideSplits,
     choose_splits,
     kernel_names,
     row_tile,
 )
-from edge_dflash.backends.cuda.wide_splits import WIDE_TILES, WideSplits
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.layout import WINDOW, Layout
 

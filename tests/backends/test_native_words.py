@@ -13,7 +13,7 @@ from native_support import FakeGpu, same
 from ptx_support import kernels_ptx
 
 from edge_dflash.backends.cuda.compile import KERNELS, compiler_version
-from edge_dflash.backends.cuda.linear import LinearWeights
+from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 from edge_dflash.board.archs import ARCHS
 from edge_dflash.bundle.parts import DATA, repacked_of
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, bf16_to_f32

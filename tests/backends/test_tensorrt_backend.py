@@ -14,10 +14,10 @@ from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda.backend import NativeBackend
+from edge_dflash.backends.cuda.kernels.tower import UNIT as TOWER_UNIT
+from edge_dflash.backends.cuda.kernels.tower import most_patches
 from edge_dflash.backends.cuda.measured import profile
 from edge_dflash.backends.cuda.steps import Last, State
-from edge_dflash.backends.cuda.tower_kernels import UNIT as TOWER_UNIT
-from edge_dflash.backends.cuda.tower_kernels import most_patches
 from edge_dflash.backends.tensorrt import runtime
 from edge_dflash.backends.tensorrt.backend import EngineOps, check_engines
 from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX

@@ -12,9 +12,8 @@ import numpy as np
 from native_linear_support import cubin
 from native_state_support import Device
 
-from edge_dflash.backends.cuda.experts import ExpertKernels, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
-from edge_dflash.backends.cuda.linear import Norm
-from edge_dflash.backends.cuda.memory import NULL, Allocator, Matrix
+from edge_dflash.backends.cuda.kernels.experts import ExpertKernels, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
+from edge_dflash.backends.cuda.memory import NULL, Allocator, Matrix, Norm
 
 MODELS = {  # hidden, experts, chosen, intermediate, shared members, renormalised; layers in turn
     "35B-A3B": ((2048, 256, 8, 512, 1, True), 8),

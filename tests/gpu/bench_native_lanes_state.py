@@ -11,11 +11,10 @@ from bench_native_state import ATTENTION, BANDWIDTH, per_layer
 from native_lanes_support import LANES, Slot, set_slots
 from native_state_support import Device, bf16
 
-from edge_dflash.backends.cuda import attend, delta
-from edge_dflash.backends.cuda.attend import AttendTensors, Attention
-from edge_dflash.backends.cuda.delta import DeltaKernels, DeltaScratch, DeltaShape, DeltaTensors
+from edge_dflash.backends.cuda.kernels import attend, delta
+from edge_dflash.backends.cuda.kernels.attend import AttendTensors, Attention, KvMemory
+from edge_dflash.backends.cuda.kernels.delta import DeltaKernels, DeltaLayer, DeltaScratch, DeltaShape, DeltaTensors
 from edge_dflash.backends.cuda.memory import Matrix
-from edge_dflash.backends.cuda.states import DeltaLayer, KvMemory
 
 SLOTS, LAYERS = (1, 2, 4, 8), 8
 

@@ -14,10 +14,16 @@ import numpy as np
 from native_linear_support import cubin
 from native_state_support import Device
 
-from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
-from edge_dflash.backends.cuda.memory import DevicePointer, Matrix
-from edge_dflash.backends.cuda.splits import ClusterSplits, HopperSplits, StreamSplits, hopper, row_tile
-from edge_dflash.backends.cuda.wide_splits import WideSplits
+from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights
+from edge_dflash.backends.cuda.kernels.splits import (
+    ClusterSplits,
+    HopperSplits,
+    StreamSplits,
+    WideSplits,
+    hopper,
+    row_tile,
+)
+from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Norm
 from edge_dflash.weights.layout import Layout
 
 ARENA = 3 << 30

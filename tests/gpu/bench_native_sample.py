@@ -9,8 +9,8 @@ from statistics import median
 
 import numpy as np
 
+from edge_dflash.backends.cuda.kernels.sample import Block
 from edge_dflash.backends.cuda.memory import Control
-from edge_dflash.backends.cuda.sample import Block
 from edge_dflash.decode.sampling import Sampling, pack
 from tests.backends.test_native_sample import choices, logits
 

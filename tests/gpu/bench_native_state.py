@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from native_state_support import Device, bf16
 
-from edge_dflash.backends.cuda import attend, delta
-from edge_dflash.backends.cuda.attend import AttendShape, AttendTensors, Attention
-from edge_dflash.backends.cuda.delta import DeltaKernels, DeltaScratch, DeltaShape, DeltaTensors
+from edge_dflash.backends.cuda.kernels import attend, delta
+from edge_dflash.backends.cuda.kernels.attend import AttendShape, AttendTensors, Attention, KvMemory
+from edge_dflash.backends.cuda.kernels.delta import DeltaKernels, DeltaLayer, DeltaScratch, DeltaShape, DeltaTensors
 from edge_dflash.backends.cuda.memory import Matrix
-from edge_dflash.backends.cuda.states import DeltaLayer, KvMemory
 
 BANDWIDTH = 4.555e12  # bytes / s, best read bandwidth measured on an H200
 CONTEXT = 32768

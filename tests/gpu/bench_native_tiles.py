@@ -16,7 +16,7 @@ import torch
 from native_linear_support import cubin
 from native_state_support import Device
 
-from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Tiles
+from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights, Tiles
 from edge_dflash.backends.cuda.memory import DevicePointer, Matrix
 from edge_dflash.weights.layout import Layout
 

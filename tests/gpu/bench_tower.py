@@ -27,7 +27,7 @@ from tokenizers import AddedToken
 
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.linear import LinearWeights
+from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 from edge_dflash.backends.cuda.memory import Allocator
 from edge_dflash.backends.cuda.support import device_sm
 from edge_dflash.backends.cuda.tower import Tower, TowerLayout

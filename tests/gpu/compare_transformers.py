@@ -18,7 +18,7 @@ import torch
 from cuda.bindings import driver
 from transformers_pair import Transformers
 
-from edge_dflash.backends.cuda.linear import LinearWeights
+from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 from edge_dflash.backends.cuda.measured import force
 from edge_dflash.bench.measure import Meter
 from edge_dflash.bench.provenance import describe

@@ -9,7 +9,7 @@ Blocks have 16 or 32 rows here, because these kernels write so many.
 from dataclasses import dataclass, field, replace
 
 from edge_dflash.backends.cuda.backend import NativeBackend
-from edge_dflash.backends.cuda.linear import Linears
+from edge_dflash.backends.cuda.kernels.linear import Linears
 from edge_dflash.backends.cuda.memory import PADDING, Placement, aligned
 from edge_dflash.backends.cuda.passes import Pass
 from edge_dflash.backends.cuda.schedule import Schedule

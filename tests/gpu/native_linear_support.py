@@ -7,7 +7,7 @@ import torch
 from native_state_support import CACHE, Device, bf16
 
 from edge_dflash.backends.cuda.compile import cached_cubin
-from edge_dflash.backends.cuda.linear import LinearWeights
+from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 from edge_dflash.backends.cuda.memory import Matrix
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
 from edge_dflash.weights.layout import repack

@@ -8,10 +8,9 @@ import torch
 from native_linear_support import check_exact, cubin, ulps, values, weight
 from native_state_support import Device, bf16
 
-from edge_dflash.backends.cuda.experts import ExpertKernels, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
-from edge_dflash.backends.cuda.linear import Norm
-from edge_dflash.backends.cuda.memory import NULL, Allocator, Matrix
-from edge_dflash.backends.cuda.small import UNIT, Small
+from edge_dflash.backends.cuda.kernels.experts import ExpertKernels, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
+from edge_dflash.backends.cuda.kernels.small import UNIT, Small
+from edge_dflash.backends.cuda.memory import NULL, Allocator, Matrix, Norm
 from edge_dflash.weights.layout import repack
 
 pytestmark = pytest.mark.gpu

@@ -21,10 +21,10 @@ from native_linear_support import (
 )
 from native_state_support import Device
 
-from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
-from edge_dflash.backends.cuda.memory import NULL, Matrix
-from edge_dflash.backends.cuda.small import Small
-from edge_dflash.backends.cuda.splits import HopperSplits, hopper
+from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights
+from edge_dflash.backends.cuda.kernels.small import Small
+from edge_dflash.backends.cuda.kernels.splits import HopperSplits, hopper
+from edge_dflash.backends.cuda.memory import NULL, Matrix, Norm
 from edge_dflash.weights.layout import WINDOW, repack
 
 pytestmark = pytest.mark.gpu

@@ -11,12 +11,11 @@ from native_lanes_support import IDLE, LANES, Slot, bits, input_rows, set_slots
 from native_linear_support import fetch_blocks
 from native_state_support import Device, bf16, threads
 
-from edge_dflash.backends.cuda import delta as native_delta
-from edge_dflash.backends.cuda import small as native_small
-from edge_dflash.backends.cuda.delta import DeltaKernels, DeltaScratch, DeltaShape, DeltaTensors
+from edge_dflash.backends.cuda.kernels import delta as native_delta
+from edge_dflash.backends.cuda.kernels import small as native_small
+from edge_dflash.backends.cuda.kernels.delta import DeltaKernels, DeltaLayer, DeltaScratch, DeltaShape, DeltaTensors
+from edge_dflash.backends.cuda.kernels.small import Small
 from edge_dflash.backends.cuda.memory import Matrix
-from edge_dflash.backends.cuda.small import Small
-from edge_dflash.backends.cuda.states import DeltaLayer
 
 pytestmark = pytest.mark.gpu
 

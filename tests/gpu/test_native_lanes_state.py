@@ -10,12 +10,10 @@ import torch
 from native_lanes_support import IDLE, LANES, Slot, bits, input_rows, set_slots
 from native_state_support import Device, bf16, threads
 
-from edge_dflash.backends.cuda import attend as native_attend
-from edge_dflash.backends.cuda import conv as native_conv
-from edge_dflash.backends.cuda.attend import AttendShape, AttendTensors, Attention
-from edge_dflash.backends.cuda.linear import Norm
-from edge_dflash.backends.cuda.memory import Matrix
-from edge_dflash.backends.cuda.states import KvMemory
+from edge_dflash.backends.cuda.kernels import attend as native_attend
+from edge_dflash.backends.cuda.kernels import conv as native_conv
+from edge_dflash.backends.cuda.kernels.attend import AttendShape, AttendTensors, Attention, KvMemory
+from edge_dflash.backends.cuda.memory import Matrix, Norm
 from edge_dflash.model.ops import GroupedConv
 
 pytestmark = pytest.mark.gpu

@@ -19,9 +19,10 @@ from native_linear_support import (
 )
 from native_state_support import Device
 
-from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
-from edge_dflash.backends.cuda.small import Small
-from edge_dflash.backends.cuda.splits import StreamSplits, clustered
+from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights
+from edge_dflash.backends.cuda.kernels.small import Small
+from edge_dflash.backends.cuda.kernels.splits import StreamSplits, clustered
+from edge_dflash.backends.cuda.memory import Norm
 from edge_dflash.weights.layout import repack
 
 pytestmark = pytest.mark.gpu

@@ -10,11 +10,10 @@ from native_linear_support import FORMATS, check_greedy, cubin, empty, fetch, in
 from native_state_support import Device
 
 from edge_dflash.backends.cuda import backend as backends
-from edge_dflash.backends.cuda import linear
-from edge_dflash.backends.cuda.cluster_splits import ClusterSplits
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.linear import Linears, LinearWeights
-from edge_dflash.backends.cuda.splits import choose_splits
+from edge_dflash.backends.cuda.kernels import linear
+from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights
+from edge_dflash.backends.cuda.kernels.splits import ClusterSplits, choose_splits
 from edge_dflash.checks.lossless import Adversary, oracle_until
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from native_state_support import Device
 
-from edge_dflash.backends.cuda import sample
+from edge_dflash.backends.cuda.kernels import sample
+from edge_dflash.backends.cuda.kernels.sample import Chooser
 from edge_dflash.backends.cuda.memory import Allocator, Control, Matrix
-from edge_dflash.backends.cuda.sample import Chooser
 from edge_dflash.decode.sampling import Sampling, choose_row, pack
 from edge_dflash.weights.formats import bf16_to_f32
 

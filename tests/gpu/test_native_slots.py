@@ -9,13 +9,12 @@ from native_state_support import Device, bf16
 from test_native_sample import FILTERS, logits
 from test_native_walk import op_of
 
-from edge_dflash.backends.cuda import sample, small, walk
+from edge_dflash.backends.cuda.kernels import sample, small, walk
+from edge_dflash.backends.cuda.kernels.sample import Block, Chooser, Sampler, SamplingBuffers, Span
+from edge_dflash.backends.cuda.kernels.small import COUNTED_WORDS, RESULT_WORDS, CycleKernels, Result, SlotWords, Small
+from edge_dflash.backends.cuda.kernels.walk import DeviceWalk, WalkBuffers, WalkShape, WalkWeights
 from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, Control, ControlBlock, Matrix
-from edge_dflash.backends.cuda.sample import Block, Chooser, Sampler, SamplingBuffers, Span
 from edge_dflash.backends.cuda.slots import IDLE
-from edge_dflash.backends.cuda.small import COUNTED_WORDS, RESULT_WORDS, CycleKernels, Result, SlotWords, Small
-from edge_dflash.backends.cuda.walk import DeviceWalk
-from edge_dflash.backends.cuda.walk_shape import WalkBuffers, WalkShape, WalkWeights
 from edge_dflash.decode.sampling import Sampling, choose_row, pack
 from edge_dflash.weights.formats import bf16_to_f32
 

@@ -6,13 +6,12 @@ import pytest
 import torch
 from native_state_support import Device, bf16, threads
 
-from edge_dflash.backends.cuda import attend as native_attend
-from edge_dflash.backends.cuda import small as native_small
-from edge_dflash.backends.cuda.attend import AttendShape, AttendTensors, Attention
-from edge_dflash.backends.cuda.linear import Norm
-from edge_dflash.backends.cuda.memory import Control, Matrix
-from edge_dflash.backends.cuda.small import CycleKernels, Small
-from edge_dflash.backends.cuda.states import KvMemory as DeviceKv
+from edge_dflash.backends.cuda.kernels import attend as native_attend
+from edge_dflash.backends.cuda.kernels import small as native_small
+from edge_dflash.backends.cuda.kernels.attend import AttendShape, AttendTensors, Attention
+from edge_dflash.backends.cuda.kernels.attend import KvMemory as DeviceKv
+from edge_dflash.backends.cuda.kernels.small import CycleKernels, Small
+from edge_dflash.backends.cuda.memory import Control, Matrix, Norm
 from edge_dflash.backends.reference.attention import KvMemory, attend, rope_table, store_context
 from edge_dflash.backends.reference.dense import rms_norm
 from edge_dflash.decode.backend import Precision

@@ -5,7 +5,7 @@ import torch
 from native_linear_support import cubin, empty, expected, fetch, ulps, weight
 from native_state_support import Device, bf16
 
-from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Tiles
+from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights, Tiles
 from edge_dflash.backends.cuda.memory import NULL, Matrix
 from edge_dflash.weights.layout import repack
 

@@ -7,11 +7,9 @@ from golden_pairs import GOLDEN
 from native_state_support import Device, bf16
 from safetensors.torch import load_file
 
-from edge_dflash.backends.cuda import conv, sample, small, walk
-from edge_dflash.backends.cuda.linear import Norm
-from edge_dflash.backends.cuda.memory import Allocator, Matrix
-from edge_dflash.backends.cuda.walk import DeviceWalk
-from edge_dflash.backends.cuda.walk_shape import WalkBuffers, WalkShape, WalkWeights
+from edge_dflash.backends.cuda.kernels import conv, sample, small, walk
+from edge_dflash.backends.cuda.kernels.walk import DeviceWalk, WalkBuffers, WalkShape, WalkWeights
+from edge_dflash.backends.cuda.memory import Allocator, Matrix, Norm
 from edge_dflash.backends.reference.dense import grouped_conv
 from edge_dflash.decode.sampling import GREEDY, Sampling, choose_row, pack
 from edge_dflash.decode.walk import WalkRows, best

@@ -18,9 +18,17 @@ from native_linear_support import (
 )
 from native_state_support import Device
 
-from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
-from edge_dflash.backends.cuda.splits import ClusterSplits, HopperSplits, StreamSplits, clustered, hopper, row_tile
-from edge_dflash.backends.cuda.wide_splits import WideSplits
+from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights
+from edge_dflash.backends.cuda.kernels.splits import (
+    ClusterSplits,
+    HopperSplits,
+    StreamSplits,
+    WideSplits,
+    clustered,
+    hopper,
+    row_tile,
+)
+from edge_dflash.backends.cuda.memory import Norm
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
 from edge_dflash.weights.layout import repack
 

@@ -35,23 +35,24 @@ sys.path.append(str(Path(__file__).parents[1] / "support"))
 from forecast import BOARDS, CAVEATS, Kind, picked, summary, table
 from occupied import Occupied, Sleepers
 
-from edge_dflash.backends.cuda.attend import AttendTensors, Attention
 from edge_dflash.backends.cuda.compile import cached_cubin
-from edge_dflash.backends.cuda.delta import DeltaKernels, DeltaScratch, DeltaTensors
-from edge_dflash.backends.cuda.experts import ExpertKernels, ExpertsBuffers, ExpertWeights, Forced
-from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
+from edge_dflash.backends.cuda.kernels.attend import AttendTensors, Attention
+from edge_dflash.backends.cuda.kernels.delta import DeltaKernels, DeltaScratch, DeltaTensors
+from edge_dflash.backends.cuda.kernels.experts import ExpertKernels, ExpertsBuffers, ExpertWeights, Forced
+from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights
+from edge_dflash.backends.cuda.kernels.small import CycleKernels, Small
 from edge_dflash.backends.cuda.memory import (
     CONTROL_BYTES,
     NULL,
     Allocator,
     Control,
     Matrix,
+    Norm,
     Words,
     control_word,
 )
 from edge_dflash.backends.cuda.mixtures import mixes, shape_of
 from edge_dflash.backends.cuda.schedule import schedule
-from edge_dflash.backends.cuda.small import CycleKernels, Small
 from edge_dflash.backends.cuda.states import Sizes, States
 from edge_dflash.backends.cuda.steps import Copy, Gather, Head, Mix, Multiply, Normalise, Project, State
 from edge_dflash.backends.cuda.tower import Looked, Product, Tower, TowerLayout

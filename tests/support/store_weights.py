@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from edge_dflash.backends.cuda.linear import LinearWeights
+from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 from edge_dflash.backends.cuda.weights import embedding_bits, vector
 from edge_dflash.weights.layout import repack, shared_part
 from edge_dflash.weights.stacks import Stack

@@ -7,10 +7,9 @@ import subprocess
 import numpy as np
 from paths import ROOT
 
-from edge_dflash.backends.cuda.arguments import as_argument
 from edge_dflash.backends.cuda.compile import KERNELS
-from edge_dflash.backends.cuda.driver import Kernel
-from edge_dflash.backends.cuda.linear import LinearWeights
+from edge_dflash.backends.cuda.driver import Kernel, as_argument
+from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.weights.formats import WideWeight
 

@@ -12,16 +12,15 @@ from functools import partial
 
 from edge_dflash.backends.cuda.cycle import DeviceCycle
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.eyes import Eyes
 from edge_dflash.backends.cuda.graphs import Alone, Capture, Graphs, HostBuffers
-from edge_dflash.backends.cuda.launches import Launches
-from edge_dflash.backends.cuda.loading import Dense, load
+from edge_dflash.backends.cuda.kernels.sample import Chooser
+from edge_dflash.backends.cuda.kernels.small import SlotWords
+from edge_dflash.backends.cuda.loading import Dense, Launches, load
 from edge_dflash.backends.cuda.memory import ControlBlock
 from edge_dflash.backends.cuda.rows import HostWalk, NativeRows, WalkedRows
-from edge_dflash.backends.cuda.sample import Chooser
 from edge_dflash.backends.cuda.slots import Slots
-from edge_dflash.backends.cuda.small import SlotWords
 from edge_dflash.backends.cuda.states import Lane, Sizes, copy_states, read_states, write_states
+from edge_dflash.backends.cuda.tower import Eyes
 from edge_dflash.backends.cuda.warming import warm_up
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.backend import (
@@ -79,8 +78,9 @@ class NativeBackend:
         self.gpu = Gpu()
         try:
             self.loaded = load(self.gpu, layout, dense, weights, cubin)
-            self._eyes = Eyes(self.gpu, self.loaded)
             self.host, buffers = HostBuffers(self.gpu, self.loaded), self.loaded.common.buffers
+            turns = self.loaded.common.states.turns
+            self._eyes = Eyes(self.gpu, self.loaded.tower, turns, buffers.images, layout.vocabulary)
             sampler, walker = self.loaded.common.kernels.sampler, self.loaded.common.kernels.walker
             self.chooser = Chooser(self.gpu, sampler, buffers.sampling, buffers.logits, sizes.of_pass("propose"))
             captured = self.gpu, self.loaded, self.host, self.chooser, spec.mask_token_id or 0

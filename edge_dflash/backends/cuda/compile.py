@@ -8,7 +8,6 @@ Build-time only; the run time loads the cubins. Kernel sources lie in ``kernels/
 from __future__ import annotations
 
 import hashlib
-import re
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,16 +17,14 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from edge_dflash.backends.cuda.kernels.source import COMMENT, INCLUDE, KERNELS
 from edge_dflash.board.archs import KERNEL_ARCHS, find_arch
 from edge_dflash.common.files import write_whole
 from edge_dflash.errors import BackendError, BuildError
 
-KERNELS = Path(__file__).parent / "kernels"
 ARCHS = KERNEL_ARCHS
 _LOADING = Lock()  # bindings of 13.0 find the library half loaded when two threads load it at once
 BENCH = "bench"  # kernels of benchmarks: no bundle holds them
-_INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.M)
-_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 
 
 def sources() -> tuple[str, ...]:
@@ -48,7 +45,7 @@ def unit_sources(unit: str) -> tuple[Path, ...]:
         path = pending.pop(0)
         if path not in found and path.exists():
             found.append(path)
-            pending += [KERNELS / name for name in _INCLUDE.findall(path.read_text())]
+            pending += [KERNELS / name for name in INCLUDE.findall(path.read_text())]
     return tuple(found)
 
 
@@ -59,7 +56,7 @@ def kernels_digest() -> str:
     """
     digest = hashlib.sha256()
     for path in sorted({path for unit in bundled() for path in unit_sources(unit)}):
-        words = " ".join(_COMMENT.sub(" ", path.read_text()).split())
+        words = " ".join(COMMENT.sub(" ", path.read_text()).split())
         digest.update(f"{path.name}\0{words}\0".encode())
     return digest.hexdigest()[:16]
 

@@ -13,10 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from edge_dflash.backends.cuda.graphs import ByRows
+from edge_dflash.backends.cuda.kernels.small import Result, SlotWords
 from edge_dflash.backends.cuda.memory import ControlBlock
 from edge_dflash.backends.cuda.rows import NativeRows
 from edge_dflash.backends.cuda.slots import IDLE
-from edge_dflash.backends.cuda.small import Result, SlotWords
 from edge_dflash.backends.cuda.states import Lane
 from edge_dflash.decode.backend import Asked, Cycle, Outcome
 from edge_dflash.decode.controls import Interrupted

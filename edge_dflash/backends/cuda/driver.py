@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.cuda.arguments import Argument, as_argument
-from edge_dflash.backends.cuda.memory import DevicePointer
+from edge_dflash.backends.cuda.memory import Argument, DevicePointer, Matrix
 from edge_dflash.board.archs import supports
 from edge_dflash.board.linux import read_memory
 from edge_dflash.errors import BackendError, DeviceLostError
@@ -262,6 +261,21 @@ class Module:
         return Kernel(function, name)
 
 
+def as_argument(value: Argument) -> tuple[Any, Any]:
+    """Value and type; the type of a structure is its own."""
+    match value:
+        case DevicePointer():
+            return value.address, ctypes.c_void_p
+        case int():
+            return int(value), ctypes.c_int32
+        case float():
+            return value, ctypes.c_float
+        case ctypes.Structure():
+            return value, None
+        case _:
+            return value.value, type(value)
+
+
 def _launch_config(grid: tuple[int, int, int], block: int, shared_bytes: int) -> Any:
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -291,3 +305,39 @@ def _check(result: tuple[Any, ...], doing: str) -> Any:
         lost = getattr(status, "name", "") in _LASTING
         raise (DeviceLostError if lost else BackendError)(f"{doing} failed: {words or status}")
     return values[0] if len(values) == 1 else tuple(values)
+
+
+class TensorMap(ctypes.Structure):
+    """``TensorMap`` of kernels/wgmma.cuh, a kernel argument."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+
+
+def bf16_map(matrix: Matrix, rows: int, columns: int, box: tuple[int, int]) -> TensorMap:
+    """Map of BF16 ``matrix`` [rows, columns], copied in boxes of (rows, 64 columns); zeros outside of the matrix.
+
+    Rows of a box are 128 bytes in shared memory, 16-byte chunk c of row r at c ^ (r % 8). Raises BackendError when the
+    matrix does not start at, and its rows are not apart by, a multiple of 16 bytes.
+    """
+    words, status = TensorMap(), None
+    if matrix.pointer.address % 16 == 0 and matrix.stride % 8 == 0:
+        status, encoded = cu.cuTensorMapEncodeTiled(
+            cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            2,
+            matrix.pointer.address,
+            [cu.cuuint64_t(columns), cu.cuuint64_t(rows)],
+            [cu.cuuint64_t(2 * matrix.stride)],
+            [cu.cuuint32_t(box[1]), cu.cuuint32_t(box[0])],
+            [cu.cuuint32_t(1), cu.cuuint32_t(1)],
+            cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        if status == cu.CUresult.CUDA_SUCCESS:
+            words.words[:] = [int(word) for word in encoded.opaque]
+            return words
+    raise BackendError(
+        f"a matrix of {rows} x {columns} at address {matrix.pointer.address:#x}, row stride {matrix.stride}, cannot be "
+        f"copied by tensor maps ({status}): start and rows must lie at multiples of 16 bytes"
+    )

@@ -13,10 +13,10 @@ from functools import partial
 import numpy as np
 
 from edge_dflash.backends.cuda.driver import Gpu, Graph
+from edge_dflash.backends.cuda.kernels.sample import SETTINGS, Block, Chooser, Span
+from edge_dflash.backends.cuda.kernels.small import COUNTED_WORDS, RESULT_WORDS, Result
 from edge_dflash.backends.cuda.loading import Loaded
 from edge_dflash.backends.cuda.memory import NULL, Array, DevicePointer, Words
-from edge_dflash.backends.cuda.sample import SETTINGS, Block, Chooser, Span
-from edge_dflash.backends.cuda.small import COUNTED_WORDS, RESULT_WORDS, Result
 from edge_dflash.backends.cuda.steps import PassStep
 from edge_dflash.decode.backend import row_steps
 
@@ -118,7 +118,7 @@ class Capture:
         return ByRows({rows: self._gpu.capture(partial(self.verify, rows)) for rows in self._verifies})
 
     def cycles(self, pattern: DevicePointer = NULL) -> Cycles:
-        """Capture how cycles end; ``pattern`` as in :meth:`~edge_dflash.backends.cuda.small.CycleKernels.accept`."""
+        """Capture how cycles end; ``pattern`` as in ``CycleKernels.accept``."""
         capture = self._gpu.capture
         drafting = [rows for rows in self._verifies if rows > 1]
         ends = [self._rows] if self.slots == 1 else self._verifies  # rows of one slot lie where those of more do

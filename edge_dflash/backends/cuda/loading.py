@@ -1,40 +1,35 @@
 """Everything on the device that a pair needs, made once: budget, weights, states, kernels, passes.
 
 The budget is summed up before a byte is loaded. After loading nothing is allocated. How dense ops are computed is a
-:class:`Dense`.
+:class:`Dense`: here by launches of our kernels over stacks of weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from edge_dflash.backends.cuda import attend, delta, small
-from edge_dflash.backends.cuda.common import Buffers, Common, DeviceLayout, Kernels
-from edge_dflash.backends.cuda.conv import UNIT as CONV_UNIT
-from edge_dflash.backends.cuda.conv import Convolutions
-from edge_dflash.backends.cuda.delta import DeltaScratch
 from edge_dflash.backends.cuda.driver import Gpu, Module
+from edge_dflash.backends.cuda.kernels import attend, conv, delta, sample, small, walk
+from edge_dflash.backends.cuda.kernels.experts import ExpertKernels
+from edge_dflash.backends.cuda.kernels.linear import Linears
+from edge_dflash.backends.cuda.kernels.splits import ALONE_ROWS, MOST_ROWS, StreamSplits, row_tile
 from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, DevicePointer, Matrix
-from edge_dflash.backends.cuda.mixtures import Mixtures
-from edge_dflash.backends.cuda.passes import Frame
-from edge_dflash.backends.cuda.sample import UNIT as SAMPLE_UNIT
-from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
-from edge_dflash.backends.cuda.splits import ALONE_ROWS, row_tile
+from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, mixes, shape_of
+from edge_dflash.backends.cuda.passes import Buffers, Common, DeviceLayout, Frame, Kernels, Pass
+from edge_dflash.backends.cuda.schedule import place, schedule
 from edge_dflash.backends.cuda.states import Sizes, States
-from edge_dflash.backends.cuda.steps import Convolve
+from edge_dflash.backends.cuda.steps import Convolve, Head, PassStep, Project
 from edge_dflash.backends.cuda.tower import Tower, TowerLayout
-from edge_dflash.backends.cuda.walk import UNIT as WALK_UNIT
-from edge_dflash.backends.cuda.walk import DeviceWalk
-from edge_dflash.backends.cuda.walk_shape import WalkBuffers, WalkWeights
 from edge_dflash.backends.cuda.weights import NativeWeights
-from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.backend import Precision, lane_steps
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Embed
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import VisionSpec
+from edge_dflash.weights.stacks import Stack, pair_stacks
 
 _SLACK = 512 << 20  # bytes left to the driver for code and graphs: 345 MB for a pair of 27B on an H200
 
@@ -94,29 +89,114 @@ class Dense(Protocol):
         ...
 
 
+class Launches:
+    """:class:`Dense` by launches of our kernels.
+
+    ``cubin`` gives a compilation unit's cubin for this device; tensors ``kept`` can be read behind a prefill.
+    """
+
+    def __init__(self, weights: NativeWeights, cubin: Callable[[str], bytes], kept: Collection[str] = ()) -> None:
+        self._weights, self._cubin, self._kept = weights, cubin, kept
+
+    @property
+    def most_rows(self) -> int:
+        """Those of the linears."""
+        return MOST_ROWS
+
+    def lay_out(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> DeviceLayout:
+        """Stacks, steps and places. Raises BackendError for what has no kernel."""
+        if precision.activations != "bfloat16":
+            raise BackendError(f"activations are {precision.activations!r}; the native backend computes in bfloat16")
+        formats, tile = self._weights.formats, max(row_tile(sizes.rows, ALONE_ROWS), row_tile(sizes.most_rows))
+        self._stacks: Mapping[str, Stack] = pair_stacks(programs, formats)
+        passes = {"prefill": programs.prefill, "verify": programs.verify, "propose": programs.propose}
+        schedules = {name: schedule(program, formats, wide=name == "prefill") for name, program in passes.items()}
+        self._mixes = mixes(schedules.values())
+        for step in self._mixes.values():
+            shape_of(step)
+        placed = {name: place(steps, tile) for name, steps in schedules.items() if name != "prefill"}
+        placed["prefill"] = place(schedules["prefill"], max(sizes.prefill_rows, tile), self._kept)
+        places = {name: found for name, (found, _) in placed.items()}
+        return DeviceLayout(programs, precision, sizes, schedules, places, max(size for _, size in placed.values()))
+
+    def open(self, gpu: Gpu, layout: DeviceLayout) -> int:
+        """Load the kernels of linears."""
+        most, sizes = 0, layout.sizes
+        self._most_rows = max(sizes.prefill_rows, sizes.most_rows)
+        alone, joint = row_tile(sizes.rows, ALONE_ROWS), row_tile(sizes.most_rows) if sizes.slots > 1 else 0
+        self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=alone, joint=joint)
+        for name, each in layout.schedules.items():
+            prefill = name == "prefill"
+            rows = sizes.rows if prefill else sizes.of_pass(name)
+            for slots in (1,) if prefill else lane_steps(sizes.slots):
+                most = max(most, *(self._scratch(step, slots * rows) for step in each.steps), 0)
+        return most
+
+    def _scratch(self, step: PassStep, rows: int) -> int:
+        """Bytes of scratch of a step over so many rows."""
+        if isinstance(step, Project):
+            splits = self._linears.choose(step.stack.layout, rows, may_split=True)
+            return splits.sum_bytes(step.stack.layout) if isinstance(splits, StreamSplits) else 0
+        return self._linears.choose(step.stack.layout, rows).rank_bytes if isinstance(step, Head) else 0
+
+    def count(self, memory: Allocator) -> None:
+        """Count all stacks."""
+        for stack in self._stacks.values():
+            memory.count(_purpose(stack), stack.layout.nbytes + 128 * stack.layout.units)
+        if self._mixes:
+            count_mixtures(memory, self._mixes, self._most_rows)
+
+    def load(self, memory: Allocator, common: Common) -> dict[str, Frame]:
+        """Bring the stacks to the device."""
+        loaded = {}
+        for key, stack in self._stacks.items():
+            loaded[key] = self._weights.stack(self._gpu, stack)
+            memory.count(_purpose(stack), stack.layout.nbytes + loaded[key].scale.nbytes)
+        mixtures = None
+        if self._mixes:
+            kernels = ExpertKernels(self._gpu, self._cubin)
+            mixtures = Mixtures(self._gpu, kernels, self._weights, memory, self._mixes, self._most_rows)
+        return {name: Pass(common, name, self._linears, loaded, mixtures) for name in common.layout.schedules}
+
+    def lay_out_tower(self, spec: VisionSpec, program: Program, most_tokens: int) -> TowerLayout:
+        """Steps and places. Raises BackendError for what has no kernel."""
+        return TowerLayout.of(spec, program, most_tokens)
+
+    def load_tower(self, memory: Allocator, layout: TowerLayout) -> Tower:
+        """Bring the tower's weights to the device."""
+        return Tower(self._gpu, layout, self._weights, self._cubin, memory)
+
+    def close(self) -> None:
+        """All its memory is the device's own."""
+
+
+def _purpose(stack: Stack) -> str:
+    return f"{stack.names[0].partition('.')[0]} weights"
+
+
 def load(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, cubin: Callable[[str], bytes]) -> Loaded:
     """Allocate and fill everything. Raises BackendError, naming the largest parts, when it does not fit."""
     scratch = dense.open(gpu, layout)
     _check_budget(gpu, layout, dense, weights, scratch)
     memory = Allocator(gpu)
     states = _states(layout, weights, memory)
+
+    def module(unit: str) -> Module:
+        return gpu.load(cubin(unit))
+
     kernels = Kernels(
-        small=small.Small(gpu, gpu.load(cubin(small.UNIT))),
-        cycle=small.CycleKernels(gpu, gpu.load(cubin(small.CYCLE_UNIT))),
-        sampler=Sampler(gpu, gpu.load(cubin(SAMPLE_UNIT))),
-        attention=_faces(gpu, attend.Attention, gpu.load(cubin(attend.UNIT)), states.shapes),
-        delta=_faces(gpu, delta.DeltaKernels, gpu.load(cubin(delta.UNIT)), states.delta_shapes)
-        if states.delta_shapes
-        else {},
-        conv=Convolutions(gpu, gpu.load(cubin(CONV_UNIT))),
-        walker=_walker(gpu, layout, weights, cubin, memory),
+        small=small.Small(gpu, module(small.UNIT)),
+        cycle=small.CycleKernels(gpu, module(small.CYCLE_UNIT)),
+        sampler=sample.Sampler(gpu, module(sample.UNIT)),
+        attention=_faces(gpu, attend.Attention, module(attend.UNIT), states.shapes),
+        delta=_faces(gpu, delta.DeltaKernels, module(delta.UNIT), states.delta_shapes) if states.delta_shapes else {},
+        conv=conv.Convolutions(gpu, module(conv.UNIT)),
+        walker=_walker(gpu, layout, weights, module, memory),
     )
     _put_norms(layout, states)
     buffers = _buffers(layout, states, scratch, memory)
-    gpu.fill(buffers.control)
-    gpu.fill(buffers.delta.counters)
-    gpu.fill(buffers.clock)
-    gpu.fill(buffers.counted)
+    for zeroed in (buffers.control, buffers.delta.counters, buffers.clock, buffers.counted):
+        gpu.fill(zeroed)
     buffers.sampling.clear(gpu)
     embeddings = {}
     for name in _embedded(layout.programs):
@@ -135,25 +215,21 @@ def _check_budget(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeW
     if layout.walk is not None:
         shapes = layout.programs.propose.weights
         memory.count("walk", sum(2 * math.prod(shapes[name].shape) for name in layout.walk.op.weights))
-        WalkBuffers.take(memory, layout.walk, layout.sizes.slots)
+        walk.WalkBuffers.take(memory, layout.walk, layout.sizes.slots)
     dense.count(memory)
     if layout.tower is not None:
         layout.tower.count(memory, weights.formats)
     for name in _embedded(layout.programs):
-        shape = layout.programs.weights[name].shape
-        memory.count("embedding", 2 * shape[0] * shape[1])
+        memory.count("embedding", 2 * math.prod(layout.programs.weights[name].shape))
     free, total = gpu.free_bytes()
     if memory.total + _SLACK > free:
         parts = sorted(memory.bytes.items(), key=lambda part: -part[1])[:3]
         largest = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts)
+        fewer = f"give fewer than {layout.sizes.lanes} lanes, or " if layout.sizes.lanes > 1 else ""
         raise BackendError(
             f"the pair needs {memory.total / 1e9:.2f} GB ({largest}), {gpu.name} has {free / 1e9:.2f} GB free of "
-            f"{total / 1e9:.2f}; lower --max-context or --prefill-chunk, or {_fewer(layout.sizes.lanes)}free memory"
+            f"{total / 1e9:.2f}; lower --max-context or --prefill-chunk, or {fewer}free memory"
         )
-
-
-def _fewer(lanes: int) -> str:
-    return f"give fewer than {lanes} lanes, or " if lanes > 1 else ""
 
 
 def _states(layout: DeviceLayout, weights: NativeWeights, memory: Allocator) -> States:
@@ -179,8 +255,8 @@ def _put_norms(layout: DeviceLayout, states: States) -> None:
 
 
 def _walker(
-    gpu: Gpu, layout: DeviceLayout, weights: NativeWeights, cubin: Callable[[str], bytes], memory: Allocator
-) -> DeviceWalk | None:
+    gpu: Gpu, layout: DeviceLayout, weights: NativeWeights, module: Callable[[str], Module], memory: Allocator
+) -> walk.DeviceWalk | None:
     if (shape := layout.walk) is None:
         return None
 
@@ -189,9 +265,9 @@ def _walker(
         memory.count("walk", pointer.nbytes)
         return pointer
 
-    loaded = WalkWeights.load(shape.op, matrix, weights.vector, memory)
-    buffers, apart = WalkBuffers.take(memory, shape, layout.sizes.slots), layout.sizes.of_pass("propose")
-    return DeviceWalk(gpu, gpu.load(cubin(WALK_UNIT)), shape, loaded, buffers, apart)
+    loaded = walk.WalkWeights.load(shape.op, matrix, weights.vector, memory)
+    buffers = walk.WalkBuffers.take(memory, shape, layout.sizes.slots)
+    return walk.DeviceWalk(gpu, module(walk.UNIT), shape, loaded, buffers, layout.sizes.of_pass("propose"))
 
 
 def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocator) -> Buffers:
@@ -203,15 +279,15 @@ def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocat
         control=memory.take("cycle", CONTROL_BYTES * slots),
         arena=memory.take("activations", layout.arena_bytes),
         attention=memory.take("scratch", states.attention_scratch),
-        delta=DeltaScratch(memory.take("scratch", floats), memory.take("scratch", counters)),
+        delta=delta.DeltaScratch(memory.take("scratch", floats), memory.take("scratch", counters)),
         linear=memory.take("scratch", scratch),
-        ids=memory.take("cycle", 4 * max(layout.sizes.prefill_rows, rows)),
+        ids=memory.take("cycle", 4 * max(sizes.prefill_rows, rows)),
         drafts=memory.take("cycle", 4 * rows),
         choices=memory.take("cycle", 4 * rows),
         logits=Matrix(memory.take("logits", 2 * rows * stride), stride),
-        clock=memory.take("cycle", small.clock_bytes(layout.sizes.lanes)),
+        clock=memory.take("cycle", small.clock_bytes(sizes.lanes)),
         counted=memory.take("cycle", 4 * small.COUNTED_WORDS * slots),
-        sampling=SamplingBuffers.take(memory, tile, vocabulary, slots),
+        sampling=sample.SamplingBuffers.take(memory, tile, vocabulary, slots),
         images=memory.take("activations", layout.image_bytes),
     )
 

@@ -1,13 +1,8 @@
-"""Device memory as the backend sees it: matrices, the control block, a ledger of purposes, the arena of a pass.
-
-Memory of a tensor is used again when its last reader has run. Kernels may start early but touch nothing but weights
-before all earlier ones have ended, so reuse by the order of the steps is safe.
-"""
+"""Device memory as the backend sees it: pointers, matrices, arguments, control blocks, and a ledger of purposes."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,11 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.errors import BackendError
-
 if TYPE_CHECKING:
     from edge_dflash.backends.cuda.driver import Gpu
-    from edge_dflash.backends.cuda.schedule import Schedule
 
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -38,6 +30,10 @@ class DevicePointer:
             raise ValueError(f"bytes {offset}..{offset + nbytes} do not lie inside {self.nbytes} bytes")
         return DevicePointer(self.address + offset, nbytes)
 
+    def behind(self, offset: int) -> DevicePointer:
+        """All bytes but the first ``offset``."""
+        return self.at(offset, self.nbytes - offset)
+
 
 NULL = DevicePointer(0, 0)
 
@@ -54,11 +50,36 @@ class Matrix:
 
     def behind(self, rows: int) -> Matrix:
         """All rows but the first ``rows``, of a matrix in rows."""
-        skipped = 2 * rows * self.stride
-        return Matrix(self.pointer.at(skipped, self.pointer.nbytes - skipped), self.stride)
+        return Matrix(self.pointer.behind(2 * rows * self.stride), self.stride)
 
 
 EMPTY = Matrix(NULL, 0)
+
+Argument: TypeAlias = "DevicePointer | int | float | ctypes._SimpleCData[Any] | ctypes.Structure"
+"""A kernel argument: a pointer, an int (passed as int32), a float (float32), a ctypes scalar of any other type, or a
+ctypes structure, passed by value."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMS norm of a linear's output after its residual; ``weight`` [columns] FP32 is w or 1 + w."""
+
+    weight: DevicePointer
+    eps: float
+    out: Matrix
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What kernels that end with a norm take of it."""
+        return {
+            "norm_weight": self.weight,
+            "eps": self.eps,
+            "norm_out": self.out,
+            "norm_stride": self.out.stride,
+        }
+
+
+NO_NORM = Norm(NULL, 0.0, EMPTY)
 
 
 class Control(IntEnum):
@@ -105,7 +126,7 @@ class Words:
         return control_word(self.control, Control.LENGTH)
 
     @property
-    def rows(self) -> DevicePointer:
+    def rows_there(self) -> DevicePointer:
         """Valid rows of a prefill chunk; NULL for a pass of blocks."""
         return control_word(self.control, Control.ROWS) if self.prefill else NULL
 
@@ -166,85 +187,3 @@ class Placement:
     offset: int
     stride: int
     nbytes: int
-
-
-def place(schedule: Schedule, rows: int, kept: Collection[str] = ()) -> tuple[dict[str, Placement], int]:
-    """Places of all root tensors for passes of ``rows`` (as allocated), and the arena's size.
-
-    Tensors ``kept`` stay as they are until the pass has ended.
-    """
-    lives = _lives(schedule)
-    for name in kept:
-        root, _ = schedule.place(name)
-        lives[root] = lives[root][0], len(schedule.steps)
-    places: dict[str, Placement] = {}
-    size = 0
-    for name in sorted(lives, key=lambda n: lives[n]):
-        stride = -(-schedule.columns[name] // PADDING) * PADDING
-        nbytes = aligned(2 * rows * stride)
-        taken = sorted(
-            (p.offset, p.offset + p.nbytes) for other, p in places.items() if _meet(lives[name], lives[other])
-        )
-        offset = 0
-        for first, stop in taken:
-            if offset + nbytes <= first:
-                break
-            offset = max(offset, stop)
-        places[name] = Placement(offset, stride, nbytes)
-        size = max(size, offset + nbytes)
-    return places, size
-
-
-def _lives(schedule: Schedule) -> dict[str, tuple[int, int]]:
-    """First and last step that touches each tensor; logits lie elsewhere."""
-    lives: dict[str, tuple[int, int]] = {}
-    logits = schedule.program.outputs.get("logits")
-    for index, step in enumerate(schedule.steps):
-        for name in (*step.reads, *step.writes):
-            root, _ = schedule.place(name)
-            if root != logits:
-                first, _ = lives.get(root, (index, index))
-                lives[root] = (first, index)
-    return lives
-
-
-def _meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
-    return a[0] <= b[1] and b[0] <= a[1]
-
-
-class TensorMap(ctypes.Structure):
-    """``TensorMap`` of kernels/wgmma.cuh, a kernel argument."""
-
-    _fields_ = (("words", ctypes.c_uint64 * 16),)
-
-
-def bf16_map(matrix: Matrix, rows: int, columns: int, box: tuple[int, int]) -> TensorMap:
-    """Map of BF16 ``matrix`` [rows, columns], copied in boxes of (rows, 64 columns); zeros outside of the matrix.
-
-    Rows of a box are 128 bytes in shared memory, 16-byte chunk c of row r at c ^ (r % 8). Raises BackendError when the
-    matrix does not start at, and its rows are not apart by, a multiple of 16 bytes.
-    """
-    from cuda.bindings import driver as cu
-
-    words, status = TensorMap(), None
-    if matrix.pointer.address % 16 == 0 and matrix.stride % 8 == 0:
-        status, encoded = cu.cuTensorMapEncodeTiled(
-            cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            2,
-            matrix.pointer.address,
-            [cu.cuuint64_t(columns), cu.cuuint64_t(rows)],
-            [cu.cuuint64_t(2 * matrix.stride)],
-            [cu.cuuint32_t(box[1]), cu.cuuint32_t(box[0])],
-            [cu.cuuint32_t(1), cu.cuuint32_t(1)],
-            cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-        if status == cu.CUresult.CUDA_SUCCESS:
-            words.words[:] = [int(word) for word in encoded.opaque]
-            return words
-    raise BackendError(
-        f"a matrix of {rows} x {columns} at address {matrix.pointer.address:#x}, row stride {matrix.stride}, cannot be "
-        f"copied by tensor maps ({status}): start and rows must lie at multiples of 16 bytes"
-    )

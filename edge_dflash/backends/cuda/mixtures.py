@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.experts import ExpertKernels, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
-from edge_dflash.backends.cuda.linear import Norm
-from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer, Matrix, Words
+from edge_dflash.backends.cuda.kernels.experts import ExpertKernels, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
+from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer, Matrix, Norm, Words
 from edge_dflash.backends.cuda.schedule import Schedule
 from edge_dflash.backends.cuda.steps import Mix
 from edge_dflash.backends.cuda.weights import NativeWeights
@@ -130,7 +129,7 @@ class Mixtures:
             rows,
             residual=residual,
             norm=norm,
-            valid=words.rows,
+            valid=words.rows_there,
             forced=None if self._table is None else Forced(*self._table, words.length),
         )
 

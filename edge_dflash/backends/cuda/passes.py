@@ -1,7 +1,7 @@
-"""Runs a Schedule: each step becomes calls of the kernel faces, over one arena. Enqueues only; allocates nothing.
+"""What all passes of a loaded pair share, and one pass: a Schedule as calls of the kernel faces, over one arena.
 
 The head's ids and logits lie outside the arena, because they outlive the pass. :class:`Frame` is what every pass needs,
-whoever computes its dense ops; :class:`Pass` computes them by launches.
+whoever computes its dense ops; :class:`Pass` computes them by launches. Enqueues only; allocates nothing.
 """
 
 from __future__ import annotations
@@ -9,38 +9,107 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
-from edge_dflash.backends.cuda.attend import AttendTensors, Attention
-from edge_dflash.backends.cuda.common import Common
-from edge_dflash.backends.cuda.delta import DeltaTensors
-from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
-from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix, Words
+from edge_dflash.backends.cuda import steps
+from edge_dflash.backends.cuda.kernels.attend import AttendTensors, Attention, KvMemory
+from edge_dflash.backends.cuda.kernels.conv import Convolutions
+from edge_dflash.backends.cuda.kernels.delta import DeltaKernels, DeltaScratch, DeltaTensors
+from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights
+from edge_dflash.backends.cuda.kernels.sample import Sampler, SamplingBuffers
+from edge_dflash.backends.cuda.kernels.small import CycleKernels, Small
+from edge_dflash.backends.cuda.kernels.walk import DeviceWalk, WalkShape
+from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix, Norm, Placement, Words
 from edge_dflash.backends.cuda.mixtures import Mixtures
-from edge_dflash.backends.cuda.order import strides_of_blocks
-from edge_dflash.backends.cuda.states import KvMemory
-from edge_dflash.backends.cuda.steps import (
-    Columns,
-    Convolve,
-    Copy,
-    Draft,
-    Gather,
-    Head,
-    Last,
-    Mix,
-    Multiply,
-    Normalise,
-    PassStep,
-    Project,
-    State,
-)
-from edge_dflash.model.ops import Attend, GatedDelta, KvAppend, RmsNorm
+from edge_dflash.backends.cuda.schedule import Schedule, strides_of_blocks
+from edge_dflash.backends.cuda.states import Sizes, States
+from edge_dflash.backends.cuda.steps import PassStep
+from edge_dflash.backends.cuda.tower import TowerLayout
+from edge_dflash.decode.backend import Precision
+from edge_dflash.model import ops
+from edge_dflash.model.program import PairPrograms
 from edge_dflash.weights.stacks import Stack
 
 
-def _appends(step: PassStep) -> bool:
-    return isinstance(step, State) and isinstance(step.op, KvAppend)
+@dataclass(frozen=True)
+class DeviceLayout:
+    """What will be on the device, known from the Programs and formats alone. Passes: prefill, verify, propose."""
+
+    programs: PairPrograms
+    precision: Precision
+    sizes: Sizes
+    schedules: Mapping[str, Schedule]
+    places: Mapping[str, Mapping[str, Placement]]
+    arena_bytes: int
+    tower: TowerLayout | None = None  # of a target that sees
+
+    @property
+    def image_bytes(self) -> int:
+        """Of the rows of images in a prefill pass."""
+        return 2 * self.sizes.prefill_rows * self.tower.spec.out if self.tower else 0
+
+    @property
+    def first_draft(self) -> int:
+        """Row of a propose pass that is the first draft: 0 where the anchor's drafts, else 1."""
+        return int(any(isinstance(op, ops.SelectRows) for op in self.programs.propose.ops))
+
+    @property
+    def walk(self) -> WalkShape | None:
+        """How the drafts are chosen; None: each row's logits alone do."""
+        if (op := self.programs.propose.walk) is None:
+            return None
+        columns = self.programs.propose.columns[op.inputs[0]]
+        return WalkShape(op, self.sizes.of_pass("propose") - self.first_draft, columns, self.vocabulary)
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding and columns of the head."""
+        embed = next(op for op in self.programs.verify.ops if isinstance(op, ops.Embed))
+        return self.programs.verify.weights[embed.weight].shape[0]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Everything that launches, but for dense ops."""
+
+    small: Small
+    cycle: CycleKernels
+    sampler: Sampler
+    attention: Mapping[str, Attention]  # by KV state
+    delta: Mapping[str, DeltaKernels]  # by gated delta state
+    conv: Convolutions
+    walker: DeviceWalk | None = None  # of a drafter whose drafts depend on each other
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Memory that passes share."""
+
+    control: DevicePointer  # of every slot
+    arena: DevicePointer
+    attention: DevicePointer  # scratch
+    delta: DeltaScratch
+    linear: DevicePointer  # scratch
+    ids: DevicePointer  # of a pass: [rows of all slots, or of a prefill] int32
+    drafts: DevicePointer  # choices of the drafter, of which a slot's row 0 may be no draft: [rows of all slots] int32
+    choices: DevicePointer  # of the target: [rows of all slots] int32
+    logits: Matrix  # [rows of all slots, V] BF16
+    clock: DevicePointer
+    counted: DevicePointer  # rows of a slot's verify that count, as in kernels/control.cuh: [slots, COUNTED_WORDS]
+    sampling: SamplingBuffers
+    images: DevicePointer  # rows of images in a prefill pass [rows, H] BF16; of no bytes without a tower
+
+
+@dataclass(frozen=True)
+class Common:
+    """What all passes share, whoever computes their dense ops."""
+
+    layout: DeviceLayout
+    states: States
+    kernels: Kernels
+    buffers: Buffers
+    embeddings: Mapping[str, DevicePointer]
 
 
 class Frame(ABC):
@@ -70,8 +139,8 @@ class Frame(ABC):
         A walk is greedy, or ``sampled`` by the settings on the device.
         """
         logits = logits or self.schedule.program.walk is not None
-        for appends, steps in groupby(self.schedule.steps, _appends):
-            together = list(steps)
+        for appends, group in groupby(self.schedule.steps, _appends):
+            together = list(group)
             for step in together:
                 around(step)
                 if not appends:
@@ -81,14 +150,14 @@ class Frame(ABC):
 
     def _enqueue(self, step: PassStep, logits: bool, sampled: bool) -> None:
         match step:
-            case State():
+            case steps.State():
                 self._state(step)
-            case Draft():
+            case steps.Draft():
                 self._draft(step, sampled)
-            case Last():
+            case steps.Last():
                 x, out = self._matrix(step.reads[0]), self._matrix(step.writes[0])
                 columns = self.schedule.widths[step.writes[0]]
-                self.kernels.small.last_row(x, out.pointer, columns, self.rows, self.words.rows)
+                self.kernels.small.last_row(x, out.pointer, columns, self.rows, self.words.rows_there)
             case _:
                 self._dense(step, logits)
 
@@ -96,15 +165,13 @@ class Frame(ABC):
     def _dense(self, step: PassStep, logits: bool) -> None:
         """Enqueue a step of dense ops."""
 
-    def _draft(self, step: Draft, sampled: bool) -> None:
-        buffers, walker = self.common.buffers, self.common.kernels.walker
+    def _draft(self, step: steps.Draft, sampled: bool) -> None:
+        buffers, walker, slots = self.common.buffers, self.kernels.walker, self.words.slots
         assert walker is not None
-        hidden, logits = self._matrix(step.reads[0]).behind(step.first), buffers.logits.behind(step.first)
-        walker.prepare(hidden, logits, self.words.slots)
-        tokens, sampling = self.choices.at(4 * step.first, self.choices.nbytes - 4 * step.first), buffers.sampling
-        walker.walk(
-            logits, buffers.control, buffers.counted, tokens, sampling if sampled else None, slots=self.words.slots
-        )
+        logits, skipped = buffers.logits.behind(step.first), 4 * step.first
+        walker.prepare(self._matrix(step.reads[0]).behind(step.first), logits, slots)
+        tokens, sampling = self.choices.behind(skipped), buffers.sampling if sampled else None
+        walker.walk(logits, buffers.control, buffers.counted, tokens, sampling, slots=slots)
 
     def _gather(self, weight: str, out: str, norm: Norm | None = None) -> None:
         """Rows of the embedding for the pass's ids."""
@@ -113,24 +180,23 @@ class Frame(ABC):
         what = (self.rows, columns, self.common.layout.vocabulary, norm, images)
         self.kernels.small.embed(buffers.ids, table, self._matrix(out), *what)
 
-    def _state(self, step: State) -> None:
-        op, states, buffers = step.op, self.common.states, self.common.buffers
+    def _state(self, step: steps.State) -> None:
+        states, buffers = self.common.states, self.common.buffers
         tensors = [self._matrix(name) for name in (*step.reads, *step.writes)]
-        match op:
-            case Attend():
-                attention, memory = self.kernels.attention[op.state], states.kv[op.state]
-                attention.attend(AttendTensors(*tensors), memory, buffers.attention, self.words)
-            case GatedDelta():
-                layer = states.delta[op.state]
-                self.kernels.delta[op.state].run(DeltaTensors(*tensors), layer, buffers.delta, self.words)
-            case _:
+        match step.op:
+            case ops.Attend(state=name):
+                memory, scratch = states.kv[name], buffers.attention
+                self.kernels.attention[name].attend(AttendTensors(*tensors), memory, scratch, self.words)
+            case ops.GatedDelta(state=name):
+                self.kernels.delta[name].run(DeltaTensors(*tensors), states.delta[name], buffers.delta, self.words)
+            case op:
                 raise TypeError(f"no kernel for op {type(op).__name__}")
 
-    def _append(self, steps: Sequence[PassStep]) -> None:
+    def _append(self, appends: Sequence[PassStep]) -> None:
         """Appends that follow each other: those of one shape in one launch."""
         layers: dict[Attention, list[tuple[Matrix, Matrix, KvMemory]]] = {}
-        for step in steps:
-            assert isinstance(step, State)
+        for step in appends:
+            assert isinstance(step, steps.State)
             state, (k, v) = step.op.state, (self._matrix(name) for name in step.reads)
             layers.setdefault(self.kernels.attention[state], []).append((k, v, self.common.states.kv[state]))
         for attention, rows in layers.items():
@@ -138,8 +204,12 @@ class Frame(ABC):
 
     def _matrix(self, tensor: str) -> Matrix:
         root, column = self.schedule.place(tensor)
-        place, arena = self.places[root], self.common.buffers.arena
-        return Matrix(arena.at(place.offset + 2 * column, place.nbytes - 2 * column), place.stride)
+        place = self.places[root]
+        return Matrix(self.common.buffers.arena.at(place.offset, place.nbytes).behind(2 * column), place.stride)
+
+
+def _appends(step: PassStep) -> bool:
+    return isinstance(step, steps.State) and isinstance(step.op, ops.KvAppend)
 
 
 class Pass(Frame):
@@ -173,75 +243,63 @@ class Pass(Frame):
         return Matrix(matrix.pointer, self._in_blocks.get(self.schedule.place(tensor)[0], matrix.stride))
 
     def _dense(self, step: PassStep, logits: bool) -> None:
+        if isinstance(step, steps.Head):
+            self._head(step, logits)
+            return
+        inputs, out = ([self._matrix(name) for name in names] for names in (step.reads, step.writes))
+        widths, rows = [self.schedule.widths[name] for name in step.writes], self._rows(step)
+        norm, residual = None, None  # of what makes a matrix of (x[, residual])
+        if isinstance(step, steps.BeforeNorm) and step.norm is not None:
+            norm = Norm(self._norm(step.norm), step.norm.eps, out[1])
+        if isinstance(step, steps.Project | steps.Mix) and len(inputs) > 1:
+            residual = inputs[1]
         match step:
-            case Gather():
-                self._gather(step.weight, step.writes[0], self._normal(step.norm, step.writes))
-            case Multiply():
-                self._multiply(step)
-            case Project():
-                self._project(step)
-            case Mix():
-                self._mix(step)
-            case Head():
-                weights, x, buffers = self._weights[step.stack.key], self._matrix(step.reads[0]), self.common.buffers
-                rows, kept = self._rows(step.reads[0]), buffers.logits if logits else None
-                self._linears.greedy(weights, x, self.choices, rows, buffers.linear, kept)
-            case _:
-                self._columns(step)
-
-    def _columns(self, step: PassStep) -> None:
-        """Steps that change no more than columns of a row."""
-        inputs, out = [self._matrix(name) for name in step.reads], self._matrix(step.writes[0])
-        rows, columns = self._rows(step.reads[0]), self.schedule.widths[step.writes[0]]
-        match step:
-            case Normalise():
-                weight = self._norm(step.op)
-                self.kernels.small.rms_norm(inputs[0], weight, out, rows, columns, step.op.eps)
-            case Copy():
-                widths = [self.schedule.widths[name] for name in step.writes]
-                self.kernels.cycle.copy(inputs, [self._matrix(name) for name in step.writes], widths, rows)
-            case Convolve():
-                residual, norm = inputs[2] if len(inputs) > 2 else None, self._normal(step.norm, step.writes)
-                base = self.common.states.norm(step.op.base, plus_one=False)
-                u, c, slots = *inputs[:2], self.words.slots
-                self.kernels.conv.convolve(step.op, u, c, base, out, rows // slots, columns, residual, norm, slots)
-            case Columns():
-                self.kernels.cycle.elementwise(step.op, inputs, out, rows, columns)
+            case steps.Gather():
+                self._gather(step.weight, step.writes[0], norm)
+            case steps.Multiply():
+                self._multiply(step, inputs[0], out)
+            case steps.Project():
+                self._project(step, inputs[0], out[0], residual, norm)
+            case steps.Mix():
+                assert self.mixtures is not None
+                self.mixtures.run(step, inputs[0], out[0], self.rows, self.words, residual=residual, norm=norm)
+            case steps.Normalise():
+                self.kernels.small.rms_norm(inputs[0], self._norm(step.op), out[0], rows, widths[0], step.op.eps)
+            case steps.Copy():
+                self.kernels.cycle.copy(inputs, out, widths, rows)
+            case steps.Convolve():
+                u, c, *added = inputs
+                base, slots = self.common.states.norm(step.op.base, plus_one=False), self.words.slots
+                what = (out[0], rows // slots, widths[0], added[0] if added else None, norm, slots)
+                self.kernels.conv.convolve(step.op, u, c, base, *what)
+            case steps.Columns():
+                self.kernels.cycle.elementwise(step.op, inputs, out[0], rows, widths[0])
             case _:
                 raise TypeError(f"no kernel for step {type(step).__name__}")
 
-    def _multiply(self, step: Multiply) -> None:
-        x, weights = self._matrix(step.reads[0]), self._weights[step.stack.key]
-        out = [self._matrix(name) for name in step.writes]
+    def _head(self, step: steps.Head, logits: bool) -> None:
+        weights, x, buffers = self._weights[step.stack.key], self._matrix(step.reads[0]), self.common.buffers
+        kept = buffers.logits if logits else None
+        self._linears.greedy(weights, x, self.choices, self._rows(step), buffers.linear, kept)
+
+    def _rows(self, step: PassStep) -> int:
+        return 1 if step.reads and step.reads[0] in self.schedule.single else self.rows
+
+    def _multiply(self, step: steps.Multiply, x: Matrix, out: Sequence[Matrix]) -> None:
+        weights = self._weights[step.stack.key]
         if self.prefill:
-            self._linears.tiles(weights, x, out, self.rows, valid=self.words.rows)
+            self._linears.tiles(weights, x, out, self.rows, valid=self.words.rows_there)
             return
         count = len(out) - step.side_outputs
         side = self._weights[step.side.key] if step.side else None
         self._linears.linear(weights, x, out[:count], self.rows, side=side, side_out=out[count:])
 
-    def _project(self, step: Project) -> None:
-        x, out = self._matrix(step.reads[0]), self._matrix(step.writes[0])
-        residual = self._matrix(step.reads[1]) if len(step.reads) > 1 else None
+    def _project(self, step: steps.Project, x: Matrix, out: Matrix, residual: Matrix | None, norm: Norm | None) -> None:
         weights, linears = self._weights[step.stack.key], self._linears
         if self.prefill:
-            linears.tiles(weights, x, [out], self.rows, residual=residual, valid=self.words.rows)
+            linears.tiles(weights, x, [out], self.rows, residual=residual, valid=self.words.rows_there)
             return
-        norm = self._normal(step.norm, step.writes)
         linears.split_linear(weights, x, out, self.rows, self.common.buffers.linear, residual=residual, norm=norm)
 
-    def _mix(self, step: Mix) -> None:
-        x, out, norm = self._matrix(step.reads[0]), self._matrix(step.writes[0]), self._normal(step.norm, step.writes)
-        residual = self._matrix(step.reads[1]) if len(step.reads) > 1 else None
-        assert self.mixtures is not None
-        self.mixtures.run(step, x, out, self.rows, self.words, residual=residual, norm=norm)
-
-    def _normal(self, op: RmsNorm | None, writes: Sequence[str]) -> Norm | None:
-        """The norm of a step's first output, which is its second one."""
-        return None if op is None else Norm(self._norm(op), op.eps, self._matrix(writes[1]))
-
-    def _norm(self, op: RmsNorm) -> DevicePointer:
+    def _norm(self, op: ops.RmsNorm) -> DevicePointer:
         return self.common.states.norm(op.weight, plus_one=op.plus_one)
-
-    def _rows(self, tensor: str) -> int:
-        return 1 if tensor in self.schedule.single else self.rows

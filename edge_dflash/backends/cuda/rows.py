@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.cuda.common import Buffers
 from edge_dflash.backends.cuda.driver import Gpu
+from edge_dflash.backends.cuda.kernels.sample import Chooser
+from edge_dflash.backends.cuda.kernels.walk import DeviceWalk
 from edge_dflash.backends.cuda.memory import DevicePointer
-from edge_dflash.backends.cuda.sample import Chooser
-from edge_dflash.backends.cuda.walk import DeviceWalk
+from edge_dflash.backends.cuda.passes import Buffers
 from edge_dflash.decode.sampling import GREEDY, Packed, Sampling
 from edge_dflash.weights.formats import bf16_to_f32
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from edge_dflash.backends.cuda.kernels.small import CycleKernels, SlotWords
 from edge_dflash.backends.cuda.memory import EMPTY_SEQUENCE, ControlBlock, DevicePointer
-from edge_dflash.backends.cuda.small import CycleKernels, SlotWords
 
 IDLE = SlotWords(-1, EMPTY_SEQUENCE)
 

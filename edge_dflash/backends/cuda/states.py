@@ -1,4 +1,4 @@
-"""Device memory of sequences: K and V, gated delta states and tapes, rotary tables; and a lane's copies on the host.
+"""Device memory of sequences: K and V, gated delta states and tapes; and a lane's copies on the host.
 
 Every array has all lanes, one behind the other. Rows past the committed length are garbage; resetting a sequence zeroes
 the recurrent states only.
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edge_dflash.backends.cuda.attend import AttendShape
-from edge_dflash.backends.cuda.delta import DeltaShape
 from edge_dflash.backends.cuda.driver import Gpu
+from edge_dflash.backends.cuda.kernels.attend import AttendShape, KvMemory
+from edge_dflash.backends.cuda.kernels.delta import DeltaLayer, DeltaShape
 from edge_dflash.backends.cuda.memory import EMPTY_SEQUENCE, Allocator, Array, ControlBlock, DevicePointer
 from edge_dflash.backends.cuda.rotary import RotaryTables
 from edge_dflash.decode.backend import Precision, Snapshot
@@ -51,39 +51,6 @@ class Lane:
     wanted: ControlBlock = EMPTY_SEQUENCE  # what the next pass has to find
     verified: int | None = None  # rows of the last verify, until they are committed
     delta: int = 0  # position minus index of the tokens behind the committed ones
-
-
-@dataclass(frozen=True)
-class KvMemory:
-    """K and V of one layer, scales (multipliers) of FP8 codes, and the layer's FP32 vectors on the device.
-
-    The scales must be 1 over BF16 keys and values.
-    """
-
-    k: DevicePointer  # [lanes, Hkv, kv_rows, D] E4M3 codes or BF16
-    v: DevicePointer
-    k_scale: float
-    v_scale: float
-    k_norm: DevicePointer  # [D] FP32: w or 1 + w
-    q_norm: DevicePointer  # [D] FP32; NULL for a drafter's context
-    cosine: DevicePointer  # [kv_rows, rope_dims / 2] FP32, or one such table of each lane
-    sine: DevicePointer
-    turn_rows: int = 0  # from a lane's table to the next one's; 0: all lanes have one
-
-
-@dataclass(frozen=True)
-class DeltaLayer:
-    """State of one layer, and its FP32 parameters, on the device."""
-
-    state: DevicePointer  # S [lanes, Hv, Dk, Dv] FP32
-    history: DevicePointer  # [lanes, K-1, C] BF16, oldest first
-    tape_u: DevicePointer  # [lanes, rows, C] BF16
-    tape_g: DevicePointer  # [lanes, rows, Hv] FP32, log decay
-    tape_beta: DevicePointer  # [lanes, rows, Hv] FP32
-    conv: DevicePointer  # packed_conv
-    a_log: DevicePointer  # [Hv]
-    dt_bias: DevicePointer  # [Hv]
-    norm: DevicePointer  # [Dv]
 
 
 class States:
@@ -190,15 +157,19 @@ class States:
             lanes=self._sizes.lanes,
         )
         tape_u, tape_gates = shape.tape_bytes
-        memory = self._memory
+        memory, lanes = self._memory, shape.lanes
         self.delta_shapes[op.state] = shape
-        recurrent = (("gated delta states", shape.state_bytes), ("gated delta states", shape.history_bytes))
-        parts = (*recurrent, *(("tapes", size) for size in (tape_u, tape_gates, tape_gates)))
-        state, history, u, g, beta = (memory.take(name, shape.lanes * size) for name, size in parts)
-        conv = memory.put("vectors", shape.packed_conv(self._vector(op.conv)))
-        a_log, dt_bias = (memory.put("vectors", self._vector(name)) for name in (op.a_log, op.dt_bias))
-        norm = self.norm(op.norm, plus_one=False)
-        self.delta[op.state] = DeltaLayer(state, history, u, g, beta, conv, a_log, dt_bias, norm)
+        self.delta[op.state] = DeltaLayer(
+            state=memory.take("gated delta states", lanes * shape.state_bytes),
+            history=memory.take("gated delta states", lanes * shape.history_bytes),
+            tape_u=memory.take("tapes", lanes * tape_u),
+            tape_g=memory.take("tapes", lanes * tape_gates),
+            tape_beta=memory.take("tapes", lanes * tape_gates),
+            conv=memory.put("vectors", shape.packed_conv(self._vector(op.conv))),
+            a_log=memory.put("vectors", self._vector(op.a_log)),
+            dt_bias=memory.put("vectors", self._vector(op.dt_bias)),
+            norm=self.norm(op.norm, plus_one=False),
+        )
 
 
 def read_states(gpu: Gpu, states: States, lane: int, length: int) -> dict[str, Array]:

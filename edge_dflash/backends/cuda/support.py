@@ -11,12 +11,12 @@ from typing import Literal
 
 import numpy as np
 
-from edge_dflash.backends.cuda.attend import AttendShape
-from edge_dflash.backends.cuda.delta import DeltaShape
-from edge_dflash.backends.cuda.experts_shape import ExpertsShape
-from edge_dflash.backends.cuda.splits import block_shared, choose_splits
-from edge_dflash.backends.cuda.tower_kernels import check_tower
-from edge_dflash.backends.cuda.walk_shape import WalkShape
+from edge_dflash.backends.cuda.kernels.attend import AttendShape
+from edge_dflash.backends.cuda.kernels.delta import DeltaShape
+from edge_dflash.backends.cuda.kernels.experts import ExpertsShape
+from edge_dflash.backends.cuda.kernels.splits import block_shared, choose_splits
+from edge_dflash.backends.cuda.kernels.tower import check_tower
+from edge_dflash.backends.cuda.kernels.walk import WalkShape
 from edge_dflash.board.archs import arch_of_sm, find_arch
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.cuda.backend import NativeBackend
-from edge_dflash.backends.cuda.launches import Launches
+from edge_dflash.backends.cuda.loading import Launches
 from edge_dflash.backends.cuda.weights import BundleWeights, NativeWeights
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.model import pair_programs

@@ -7,20 +7,22 @@ picture; its rows come back to the host, where a cache may keep them, and go to 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.linear import LinearWeights, Tiles, job_of
-from edge_dflash.backends.cuda.memory import NULL, Allocator, Array, DevicePointer, Matrix, Placement, place
-from edge_dflash.backends.cuda.schedule import Schedule
+from edge_dflash.backends.cuda.kernels.linear import LinearWeights, Tiles, job_of
+from edge_dflash.backends.cuda.kernels.tower import UNIT, Activation, TowerKernels, check_tower, most_patches
+from edge_dflash.backends.cuda.memory import NULL, Allocator, Array, DevicePointer, Matrix, Placement
+from edge_dflash.backends.cuda.rotary import RotaryTables
+from edge_dflash.backends.cuda.schedule import Schedule, place, readers_of
 from edge_dflash.backends.cuda.steps import PassStep
-from edge_dflash.backends.cuda.tower_kernels import UNIT, Activation, TowerKernels, check_tower, most_patches
 from edge_dflash.backends.cuda.weights import NativeWeights
-from edge_dflash.decode.pictured import Picture
+from edge_dflash.decode.backend import no_tower
+from edge_dflash.decode.pictured import Picture, Sight
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Add, Bias, Fold, FrameAttend, GeluErf, GeluTanh, LayerNorm, Linear, Op, PositionRows
 from edge_dflash.model.program import Program
@@ -98,10 +100,7 @@ class _Steps:
     def __init__(self, program: Program) -> None:
         self._out = TowerSchedule(program, widths=dict(program.columns), folds=dict.fromkeys(program.inputs, 1))
         self._out.columns[PATCHES] = program.columns[PATCHES]
-        self._readers: dict[str, list[Op]] = {}
-        for op in program.ops:
-            for name in op.inputs:
-                self._readers.setdefault(name, []).append(op)
+        self._readers = readers_of(program)
 
     def run(self) -> TowerSchedule:
         for op in self._out.program.ops:
@@ -289,3 +288,50 @@ class Tower:
     def _matrix(self, name: str) -> Matrix:
         spot = self._layout.places[self._schedule.place(name)[0]]
         return Matrix(self._arena.at(spot.offset, spot.nbytes), spot.stride * self._schedule.folds[name])
+
+
+class Eyes:
+    """The tower of a loaded pair, and what images change on the device; without a tower, text alone.
+
+    Rows of a picture stand in a prompt's chunk in the place of embeddings, and tokens turn by other positions.
+    """
+
+    def __init__(
+        self, gpu: Gpu, tower: Tower | None, turns: Sequence[RotaryTables], images: DevicePointer, vocabulary: int
+    ) -> None:
+        """``images``: rows of a prefill chunk, behind ``vocabulary``."""
+        self._gpu, self._tower, self._turns = gpu, tower, turns
+        self._images, self._vocabulary = images, vocabulary
+
+    def see(self, picture: Picture) -> HostRows:
+        """Run the tower. Raises BackendError without one."""
+        if self._tower is None:
+            raise no_tower()
+        return self._tower.see(picture)
+
+    def place(self, lane: int, first: int, sight: Sight) -> None:
+        """Tokens from index ``first`` of a lane on are where ``sight`` says. Raises BackendError without a tower."""
+        if self._tower is None:
+            raise no_tower()
+        for turns in self._turns:
+            turns.place(self._gpu, lane, first, sight.positions)
+            turns.shift(self._gpu, lane, first + sight.positions.shape[1], sight.delta)
+
+    def shift(self, lane: int, first: int, delta: int) -> None:
+        """Tokens from index ``first`` of a lane on are at their index + ``delta``."""
+        for turns in self._turns:
+            turns.shift(self._gpu, lane, first if delta else 0, delta)
+
+    def fill(self, ids: Array, first: int, sight: Sight) -> None:
+        """Bring the images' rows of a pass to the device: rows ``first``, ... of the sight, whose ``ids`` these are.
+
+        Ids of such rows become those behind the vocabulary, which the gather takes from there.
+        """
+        for part in sight.rows:
+            assert isinstance(part.seen, HostRows)
+            begin, end = max(part.row, first), min(part.row + part.count, first + len(ids))
+            if begin >= end:
+                continue
+            bits = part.seen.bits[part.first + begin - part.row : part.first + end - part.row]
+            self._gpu.write(self._images.at(bits[0].nbytes * (begin - first), bits.nbytes), bits)
+            ids[begin - first : end - first] = range(self._vocabulary + begin - first, self._vocabulary + end - first)

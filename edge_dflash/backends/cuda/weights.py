@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.linear import LinearWeights
+from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BackendError

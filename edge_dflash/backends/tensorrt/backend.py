@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from edge_dflash.backends.cuda.common import Common, DeviceLayout
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer
 from edge_dflash.backends.cuda.mixtures import Mixtures
-from edge_dflash.backends.cuda.passes import Frame
+from edge_dflash.backends.cuda.passes import Common, DeviceLayout, Frame
 from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.cuda.steps import Convolve, Mix, PassStep
 from edge_dflash.backends.cuda.support import check_native

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.experts import ExpertKernels
+from edge_dflash.backends.cuda.kernels.experts import ExpertKernels
 from edge_dflash.backends.cuda.memory import Allocator
 from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, shape_of
 from edge_dflash.backends.cuda.states import Sizes

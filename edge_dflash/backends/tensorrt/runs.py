@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from edge_dflash.backends.cuda.memory import Placement, place
-from edge_dflash.backends.cuda.schedule import Schedule
+from edge_dflash.backends.cuda.memory import Placement
+from edge_dflash.backends.cuda.schedule import Schedule, place
 from edge_dflash.backends.cuda.steps import Convolve, Draft, Last, PassStep, State
 from edge_dflash.backends.tensorrt.units import CHOICES, EMBEDDING, HEAD, LOGITS, PairUnits, Run
 from edge_dflash.model.ops import Experts, GroupedConv, SelectRows, Walk

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from edge_dflash.backends.cuda.driver import Gpu
+from edge_dflash.backends.cuda.kernels.tower import check_tower, most_patches
 from edge_dflash.backends.cuda.memory import Allocator, Placement, aligned
 from edge_dflash.backends.cuda.tower import PATCHES, Tower, TowerLayout, TowerSchedule
-from edge_dflash.backends.cuda.tower_kernels import check_tower, most_patches
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.backends.tensorrt.runtime import Engines
 from edge_dflash.backends.tensorrt.units import TOWER

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from edge_dflash.backends.cuda.tower_kernels import most_patches
+from edge_dflash.backends.cuda.kernels.tower import most_patches
 from edge_dflash.bundle.manifest import ENGINES
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs

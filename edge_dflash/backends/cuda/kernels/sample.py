@@ -2,47 +2,32 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from edge_dflash.backends.cuda.kernels.source import Signature, structure
 from edge_dflash.backends.cuda.memory import NULL, Allocator, Array, DevicePointer, Matrix
 from edge_dflash.decode.sampling import Packed, Sampling
 
 UNIT = "sample"
-SETTINGS = np.dtype(
-    [
-        *(("temperature", "<f8"), ("top_p", "<f8"), ("seed", "<u8"), ("top_k", "<i4")),
-        *(("position", "<i4"), ("first", "<i4"), ("stop", "<i4")),  # rows first .. stop - 1, from that position on
-        *(("masked", "<u4"), ("unused", "<u4")),  # bit r: row r of the slot has a mask
-    ]
-)
-
-if TYPE_CHECKING:
-    from edge_dflash.backends.cuda.driver import Gpu, Graph, Module
-"""``Settings`` of kernels/sample.cu; the last five words only count for launches without a length."""
+_Settings, _Job = structure("choice.cuh", "Settings"), structure("sample.cu", "Job")
+SETTINGS = np.dtype(_Settings)
+"""``Settings`` of kernels/choice.cuh; position, rows and masked rows only count for launches without a length."""
 
 _BINS = 65536  # distinct BF16 values
 _CHUNKS = 512
-_SLICE, _COUNT_THREADS, _THREADS = 8192, 512, 256
+_SLICE, _COUNT_THREADS, _THREADS, _LOGPROB_THREADS = 8192, 512, 256, 1024
 _BEST_BYTES, _CUT_BYTES = 16, 8
-_KERNELS = ("sample_count", "sample_cut", "sample_ties", "sample_choose", "row_logprobs")
-_LOGPROB_THREADS = 1024
 _MOST_K = 2**31 - 1
+_KERNELS = ("sample_count", "sample_cut", "sample_ties", "sample_choose", "row_logprobs")
+_SIGNATURES = {name: Signature("sample.cu", name) for name in _KERNELS}
 
-
-class _Job(ctypes.Structure):
-    """``Job`` of kernels/sample.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "settings", "length", "masks")),
-        *((name, ctypes.c_int32) for name in ("stride", "columns", "words", "offset", "first", "stop")),
-        *((name, ctypes.c_int32) for name in ("block", "apart")),
-    )
+if TYPE_CHECKING:
+    from edge_dflash.backends.cuda.driver import Gpu, Graph, Module
 
 
 @dataclass(frozen=True)
@@ -157,27 +142,30 @@ class Sampler:
         rows, (settings, masks) = span.slots * span.rows, buffers.of_slot(span.first)
         if rows > there:
             raise ValueError(f"choices of {rows} rows, of which logits have {there}")
-        job = _Job(
-            *(logits.pointer.address, settings.address, b.length.address),
-            *(None if block else masks.address, logits.stride, columns, mask_words(columns)),
-            *(b.offset, b.first, b.stop, span.rows, buffers.rows),
+        job = _Job.of(
+            b,
+            logits=logits,
+            settings=settings,
+            masks=None if block else masks,
+            stride=logits.stride,
+            columns=columns,
+            words=mask_words(columns),
+            block=span.rows,
+            apart=buffers.rows,
         )
-        grid, bins, chunks, tops = (-(-columns // _SLICE), rows, 1), buffers.bins, buffers.chunks, buffers.tops
-        cuts, ties = buffers.cuts, buffers.ties
-        self._launch("sample_count", grid, _COUNT_THREADS, job, bins, chunks, tops)
-        self._launch("sample_cut", (rows, 1, 1), _CHUNKS, job, bins, chunks, tops, cuts)
-        self._launch("sample_ties", grid, _THREADS, job, cuts, ties)
-        self._launch("sample_choose", grid, _THREADS, job, cuts, ties, buffers.bests, buffers.arrived, ids)
+        grid, given = (-(-columns // _SLICE), rows, 1), {"job": job, "ids": ids}
+        self._launch("sample_count", grid, _COUNT_THREADS, buffers, **given)
+        self._launch("sample_cut", (rows, 1, 1), _CHUNKS, buffers, **given, sums=buffers.chunks)
+        self._launch("sample_ties", grid, _THREADS, buffers, **given)
+        self._launch("sample_choose", grid, _THREADS, buffers, **given)
 
     def logprobs(self, logits: Matrix, columns: int, ids: DevicePointer, found: DevicePointer) -> None:
         """found[r] (float32) = log-probability of ids[r] (int32) by row r, of as many rows as there are ids."""
-        what = (logits.pointer, ids, found, logits.stride, columns)
-        self._gpu.launch(self._kernels["row_logprobs"], (ids.nbytes // 4, 1, 1), _LOGPROB_THREADS, what, overlap=True)
+        given = {"logits": logits, "ids": ids, "found": found, "stride": logits.stride, "columns": columns}
+        self._launch("row_logprobs", (ids.nbytes // 4, 1, 1), _LOGPROB_THREADS, **given)
 
-    def _launch(
-        self, name: str, grid: tuple[int, int, int], threads: int, job: _Job, *arguments: DevicePointer
-    ) -> None:
-        self._gpu.launch(self._kernels[name], grid, threads, (job, *arguments), overlap=True)
+    def _launch(self, name: str, grid: tuple[int, int, int], threads: int, *records: object, **values: Any) -> None:
+        self._gpu.launch(self._kernels[name], grid, threads, _SIGNATURES[name](*records, **values), overlap=True)
 
 
 class Chooser:

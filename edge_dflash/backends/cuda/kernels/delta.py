@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from edge_dflash.backends.cuda.kernels.source import Signature
+from edge_dflash.backends.cuda.kernels.splits import block_shared
 from edge_dflash.backends.cuda.memory import EMPTY, DevicePointer, Matrix, Words, aligned
-from edge_dflash.backends.cuda.splits import block_shared
 from edge_dflash.board.archs import supports
 from edge_dflash.errors import BackendError
 
 if TYPE_CHECKING:
     from edge_dflash.backends.cuda.driver import Gpu, Kernel, Module
-    from edge_dflash.backends.cuda.states import DeltaLayer
 
 UNIT = "delta"
 TAPS = 4  # longest convolution of the kernels
@@ -30,6 +30,9 @@ _STAGE, _THREADS, _COLUMNS, _PARTS = 16, 128, 16, 8
 _CLUSTER, _CLUSTER_ROWS, _CLUSTER_DIM = 2, 16, 128  # blocks of a head; most rows and dims of its kernel
 _CLUSTER_THREADS, _CLUSTER_SHARED = (288, 256), (98512, 70864)  # of its two kernels: see ``crowded``
 _RESERVED = 1024  # bytes of shared memory that a block takes besides its own, of which one block may have all but these
+_PREPARE, _RECURRENCE, _NORM, _VERIFY = (
+    Signature("delta.cu", name) for name in ("delta_prepare", "RECURRENCE", "delta_norm", "delta_verify")
+)
 
 
 @dataclass(frozen=True)
@@ -139,14 +142,29 @@ def _spread(nbytes: int, blocks: int, sm: int, sm_count: int) -> int:
 
 
 @dataclass(frozen=True)
+class DeltaLayer:
+    """State of one layer, and its FP32 parameters, on the device."""
+
+    state: DevicePointer  # S [lanes, Hv, Dk, Dv] FP32
+    history: DevicePointer  # [lanes, K-1, C] BF16, oldest first
+    tape_u: DevicePointer  # [lanes, rows, C] BF16
+    tape_g: DevicePointer  # [lanes, rows, Hv] FP32, log decay
+    tape_beta: DevicePointer  # [lanes, rows, Hv] FP32
+    conv: DevicePointer  # packed_conv
+    a_log: DevicePointer  # [Hv]
+    dt_bias: DevicePointer  # [Hv]
+    norm: DevicePointer  # [Dv]
+
+
+@dataclass(frozen=True)
 class DeltaTensors:
     """What a pass reads and writes: BF16, row strides multiples of 4. Empty in a flush."""
 
-    qkv: Matrix  # [R, C]
-    z: Matrix  # [R, Hv*Dv]
-    a: Matrix  # [R, Hv]
-    b: Matrix  # [R, Hv]
-    out: Matrix  # [R, Hv*Dv]
+    qkv: Matrix = EMPTY  # [R, C]
+    z: Matrix = EMPTY  # [R, Hv*Dv]
+    a: Matrix = EMPTY  # [R, Hv]
+    b: Matrix = EMPTY  # [R, Hv]
+    out: Matrix = EMPTY  # [R, Hv*Dv]
 
 
 @dataclass(frozen=True)
@@ -167,11 +185,10 @@ class DeltaKernels:
     def __init__(self, gpu: Gpu, module: Module, shape: DeltaShape, *, clusters: bool = True) -> None:
         self._gpu, self.shape = gpu, shape
         self.clusters = clusters and shape.clusters and supports(gpu.sm, "clusters")
-        self._prepare = module.kernel("delta_prepare")
+        self._prepare, self._norm = module.kernel("delta_prepare"), module.kernel("delta_norm")
         slots = range(1, shape.lanes + 1)
         self._shared = [shape.recurrence_shared(gpu.sm, gpu.sm_count, n) for n in slots]
         self._recurrence = module.kernel(f"delta_recurrence_k{shape.key_dim}", shared_bytes=max(self._shared))
-        self._norm = module.kernel("delta_norm")
         self._verify_shared = [shape.verify_shared(gpu.sm, gpu.sm_count, n) for n in slots]
         self._crowded = [shape.crowded(gpu.sm, gpu.sm_count, n) for n in slots]
         self._verify: dict[bool, Kernel] = {}  # by ``crowded``
@@ -179,6 +196,16 @@ class DeltaKernels:
             name = "delta_verify_crowded" if crowded else "delta_verify"
             shared = [n for n, c in zip(self._verify_shared, self._crowded, strict=True) if c == crowded]
             self._verify[crowded] = module.kernel(name, shared_bytes=max(shared))
+        self._sizes = {
+            "lanes": shape.lanes,
+            "tape_rows": shape.rows,
+            "hk": shape.key_heads,
+            "hv": shape.value_heads,
+            "dk": shape.key_dim,
+            "dv": shape.value_dim,
+            "taps": shape.conv_kernel,
+            "eps": shape.eps,
+        }
 
     def run(self, tensors: DeltaTensors, layer: DeltaLayer, scratch: DeltaScratch, words: Words) -> None:
         """One pass, which first replays pending tape rows into S. Its own rows go to the tape, or to S in prefill.
@@ -186,60 +213,45 @@ class DeltaKernels:
         Rows of idle slots become zeros. The caller resets ``pending`` after the last layer.
         """
         own = self.shape.prefill_rows if words.prefill else words.block or self.shape.rows
-        if words.prefill or not self._verify:
-            self._three(tensors, layer, scratch.floats, words, own)
-        else:
-            self._one(tensors, layer, scratch.counters, words, own)
+        self._run(tensors, layer, scratch, words, own)
 
     def flush(self, layer: DeltaLayer, scratch: DeltaScratch, words: Words) -> None:
         """Replay pending rows of slot 0 without own rows. The caller resets ``pending`` after the last layer."""
-        none = DeltaTensors(EMPTY, EMPTY, EMPTY, EMPTY, EMPTY)
-        if not self._verify:
-            self._three(none, layer, scratch.floats, words, 0)
-        else:
-            self._one(none, layer, scratch.counters, words, 0)
+        self._run(DeltaTensors(), layer, scratch, words, 0)
 
-    def _one(self, x: DeltaTensors, layer: DeltaLayer, counters: DevicePointer, words: Words, own: int) -> None:
-        s, crowded = self.shape, self._crowded[words.slots - 1]
+    def _run(self, x: DeltaTensors, layer: DeltaLayer, scratch: DeltaScratch, words: Words, own: int) -> None:
+        if words.prefill or not self._verify:
+            self._three(x, layer, scratch.floats, words, own)
+            return
+        crowded = self._crowded[words.slots - 1]
         self._gpu.launch(
             self._verify[crowded],
-            (s.value_heads, _CLUSTER, words.slots),
+            (self.shape.value_heads, _CLUSTER, words.slots),
             _CLUSTER_THREADS[crowded],
-            (
-                *(x.qkv.pointer, x.z.pointer, x.a.pointer, x.b.pointer),
-                *(x.qkv.stride, x.z.stride, x.a.stride, x.b.stride),
-                *(layer.conv, layer.a_log, layer.dt_bias, layer.norm, layer.state, layer.history),
-                *(layer.tape_u, layer.tape_g, layer.tape_beta, counters, x.out.pointer, words.control),
-                *(s.lanes, own, s.rows, s.key_heads, s.value_heads, x.out.stride, s.eps),
-            ),
+            _VERIFY(x, layer, words, **self._sizes, own=own, arrived=scratch.counters),
             shared_bytes=self._verify_shared[words.slots - 1],
             overlap=True,
         )
 
     def _three(self, x: DeltaTensors, layer: DeltaLayer, scratch: DevicePointer, words: Words, own: int) -> None:
-        s = self.shape
-        heads, most = (s.key_heads, s.value_heads), s.most_rows(words.prefill)
+        s, given = self.shape, self._sizes | {"rows": own, "scratch": scratch}
+        given |= {"most_rows": s.most_rows(words.prefill), "commits": int(words.prefill)}
         self._gpu.launch(
             self._prepare,
-            (-(-(s.key_heads + sum(heads)) // _PREPARE_WARPS), -(-(s.rows + own) // _PREPARE_ROWS), words.slots),
-            _PREPARE_WARPS * 32,
             (
-                *(x.qkv.pointer, x.a.pointer, x.b.pointer, x.qkv.stride, x.a.stride, x.b.stride),
-                *(layer.conv, layer.a_log, layer.dt_bias, layer.history),
-                *(layer.tape_u, layer.tape_g, layer.tape_beta, scratch, words.control, words.rows),
-                *(own, s.lanes, s.rows, most, *heads, s.key_dim, s.value_dim, s.conv_kernel),
+                -(-(2 * s.key_heads + s.value_heads) // _PREPARE_WARPS),
+                -(-(s.rows + own) // _PREPARE_ROWS),
+                words.slots,
             ),
+            _PREPARE_WARPS * 32,
+            _PREPARE(x, layer, words, **given),
             overlap=True,
         )
         self._gpu.launch(
             self._recurrence,
             (s.value_heads, s.value_dim // _COLUMNS, words.slots),
             _THREADS,
-            (
-                *(layer.state, layer.history, layer.tape_u, layer.tape_g, layer.tape_beta, scratch),
-                *(x.qkv.pointer, words.control, words.rows, own, s.lanes, s.rows, most, *heads),
-                *(s.value_dim, s.conv_kernel, x.qkv.stride, int(words.prefill)),
-            ),
+            _RECURRENCE(x, layer, words, **given),
             shared_bytes=self._shared[words.slots - 1],
             overlap=True,
         )
@@ -249,10 +261,6 @@ class DeltaKernels:
             self._norm,
             (-(-s.value_heads // _PREPARE_WARPS), -(-own // _NORM_ROWS), words.slots),
             _PREPARE_WARPS * 32,
-            (
-                *(scratch, x.z.pointer, layer.norm, x.out.pointer, words.control, words.rows),
-                *(own, s.lanes, most, *heads),
-                *(s.key_dim, s.value_dim, x.z.stride, x.out.stride, s.eps),
-            ),
+            _NORM(x, layer, words, **given),
             overlap=True,
         )

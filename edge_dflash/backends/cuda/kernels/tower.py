@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from edge_dflash.backends.cuda.arguments import Argument
-from edge_dflash.backends.cuda.memory import NULL, PADDING, DevicePointer, Matrix
+from edge_dflash.backends.cuda.kernels.source import Signature, structure
+from edge_dflash.backends.cuda.memory import PADDING, DevicePointer, Matrix
 from edge_dflash.errors import BackendError
 from edge_dflash.model.specs import PatchSpec, VisionSpec
 
@@ -19,6 +18,10 @@ UNIT = "tower"
 _THREADS, _ATTEND_THREADS, _QUERIES, _KEYS = 256, 128, 64, 64
 MOST_HEAD_DIM = 128
 MOST_PATCHES = 16384  # of a picture, whatever the context: activations grow with them
+_NAMES = ("patches", "positions", "norm", "finish", "turn")
+_SIGNATURES = {name: Signature("tower.cu", f"tower_{name}") for name in _NAMES}
+_ATTEND = Signature("tower.cu", "ATTEND")
+_Channels = structure("tower.cu", "Channels")
 
 
 class Activation(IntEnum):
@@ -27,12 +30,6 @@ class Activation(IntEnum):
     NONE = 0
     GELU_TANH = 1
     GELU_ERF = 2
-
-
-class _Channels(ctypes.Structure):
-    """``Channels`` of kernels/tower.cu."""
-
-    _fields_ = (("mean", ctypes.c_float * 4), ("spread", ctypes.c_float * 4))
 
 
 def check_tower(spec: VisionSpec) -> None:
@@ -56,30 +53,29 @@ class TowerKernels:
 
     def __init__(self, gpu: Gpu, module: Module, head_dim: int) -> None:
         self._gpu, self._dim = gpu, head_dim
-        names = ("patches", "positions", "norm", "finish", "turn")
-        self._kernels = {name: module.kernel(f"tower_{name}") for name in names}
+        self._kernels = {name: module.kernel(f"tower_{name}") for name in _NAMES}
         steps = -(-head_dim // 16)
         self._shared = 4 * _KEYS * (32 * steps + 16)  # Heads::BYTES
         self._attend = module.kernel(f"tower_attend_{steps}", shared_bytes=self._shared)
 
     def patches(self, levels: DevicePointer, out: Matrix, rows: int, spec: PatchSpec) -> None:
         """Out [rows, 3 * temporal * patch^2] = normalised ``levels`` [rows, 3 * patch^2] uint8, in every time slot."""
-        by = _Channels()
-        for channel, (mean, std) in enumerate(zip(spec.mean, spec.std, strict=True)):
-            by.mean[channel], by.spread[channel] = 255 * mean, 255 * std
-        self._launch("patches", rows, levels, out.pointer, 3, spec.patch**2, spec.temporal, out.stride, by)
+        mean, spread = ([255 * value for value in values] for values in (spec.mean, spec.std))
+        given = {"levels": levels, "out": out, "channels": 3, "area": spec.patch**2, "times": spec.temporal}
+        self._launch("patches", rows, **given, stride=out.stride, by=_Channels.of(mean=mean, spread=spread))
 
     def positions(
         self, x: Matrix, table: DevicePointer, corners: DevicePointer, shares: DevicePointer, rows: int, columns: int
     ) -> None:
         """Add to row r of x the rows ``corners`` [rows, 4] int32 of a BF16 table by their ``shares`` [rows, 4] FP32."""
-        self._launch("positions", rows, x.pointer, table, corners, shares, columns, x.stride)
+        given = {"x": x, "table": table, "corners": corners, "shares": shares, "columns": columns}
+        self._launch("positions", rows, **given, stride=x.stride)
 
     def norm(
         self, x: Matrix, weight: DevicePointer, bias: DevicePointer, out: Matrix, rows: int, columns: int, eps: float
     ) -> None:
         """LayerNorm of each row."""
-        self._launch("norm", rows, x.pointer, weight, bias, out.pointer, columns, x.stride, out.stride, eps)
+        self._launch("norm", rows, x=x, weight=weight, bias=bias, out=out, columns=columns, eps=eps)
 
     def finish(
         self,
@@ -94,19 +90,20 @@ class TowerKernels:
         """Out = [residual +] activation(x + bias); out may be x or the residual. All have one stride."""
         if out.stride != x.stride or (residual is not None and residual.stride != x.stride):
             raise ValueError(f"rows of strides {x.stride} and {out.stride}; what follows a linear keeps its stride")
-        added = NULL if residual is None else residual.pointer
-        self._launch("finish", rows, x.pointer, bias, added, out.pointer, columns, x.stride, int(activation))
+        given = {"x": x, "bias": bias, "residual": residual, "out": out, "columns": columns, "stride": x.stride}
+        self._launch("finish", rows, **given, activation=activation)
 
     def turn(self, qkv: Matrix, cosine: DevicePointer, sine: DevicePointer, rows: int, heads: int) -> None:
         """Turn queries and keys of qkv [rows, 3 * heads * dim] by angles [rows, dim / 2]."""
-        self._launch("turn", rows, qkv.pointer, cosine, sine, heads, self._dim, qkv.stride)
+        given = {"qkv": qkv, "cosine": cosine, "sine": sine, "heads": heads, "dim": self._dim}
+        self._launch("turn", rows, **given, stride=qkv.stride)
 
     def attend(self, qkv: Matrix, out: Matrix, rows: int, heads: int) -> None:
         """Out [rows, heads * dim]: every row sees all rows."""
-        scale = self._dim**-0.5 * math.log2(math.e)
-        what = (qkv.pointer, out.pointer, rows, heads, self._dim, qkv.stride, out.stride, scale)
+        scale, stride = self._dim**-0.5 * math.log2(math.e), qkv.stride
+        what = _ATTEND(qkv=qkv, out=out, rows=rows, heads=heads, dim=self._dim, stride=stride, scale=scale)
         grid = (-(-rows // _QUERIES), heads, 1)
         self._gpu.launch(self._attend, grid, _ATTEND_THREADS, what, shared_bytes=self._shared, overlap=True)
 
-    def _launch(self, name: str, rows: int, *arguments: Argument) -> None:
-        self._gpu.launch(self._kernels[name], (rows, 1, 1), _THREADS, arguments, overlap=True)
+    def _launch(self, name: str, rows: int, **values: Any) -> None:
+        self._gpu.launch(self._kernels[name], (rows, 1, 1), _THREADS, _SIGNATURES[name](**values), overlap=True)

@@ -6,22 +6,32 @@ Row r of a slot is at position length + r; ``length`` is read on the device, so 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from edge_dflash.backends.cuda.append import Appends
+from edge_dflash.backends.cuda.kernels.source import Signature, structure
 from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Words, aligned
 from edge_dflash.board.archs import supports
 from edge_dflash.errors import BackendError
 
 if TYPE_CHECKING:
     from edge_dflash.backends.cuda.driver import Gpu, Kernel, Module
-    from edge_dflash.backends.cuda.states import KvMemory
 
-_WIDE_THREADS = 256
-_KEYS = 128  # of a chunk
-_BLOCKS = 128  # that a pass spreads over: one on each multiprocessor of a Hopper
+UNIT = "attend"
+CHUNK = 64  # keys
+_THREADS, _ATTEND_THREADS, _WIDE_THREADS = 256, 128, 256  # of prepare, append and combine; of attend
+_KEYS = 128  # of a chunk of the warpgroup kernels
+_BLOCKS = 128  # that a pass of theirs spreads over: one on each multiprocessor of a Hopper
+_LAYERS = 8  # of one append
+_BIDIRECTIONAL, _SEQUENTIAL, _GATED = 1, 2, 4
+_SPLITS = ((512, 64), (2048, 128), (4096, 256), (8192, 512))  # below a position, splits of so many keys; else 1024
+_PREPARE, _APPEND, _ATTEND, _COMBINE = (
+    Signature("attend.cu", macro) for macro in ("PREPARE", "APPEND", "ATTEND", "COMBINE")
+)
+_WIDE_ATTEND, _WIDE_COMBINE = (Signature("attend_hopper.cuh", macro) for macro in ("WIDE_KERNEL", "WIDE_COMBINE"))
+_Appended, _Layers = structure("attend.cu", "Appended"), structure("attend.cu", "AppendedLayers")
 
 
 @dataclass(frozen=True)
@@ -73,13 +83,6 @@ class Wide:
         """Bytes of shared memory: queries, two tiles of probabilities, three of keys and values, and what is small."""
         n, d = self.columns(prefill), self.head_dim
         return 2 * n * d + 4 * n * _KEYS + 3 * _KEYS * d + 16 * (64 + 2 * 16) + 4 * 15 * n + 256
-
-
-UNIT = "attend"
-CHUNK = 64  # keys
-_THREADS, _ATTEND_THREADS = 256, 128  # of prepare and combine; of attend
-_BIDIRECTIONAL, _SEQUENTIAL, _GATED = 1, 2, 4
-_SPLITS = ((512, 64), (2048, 128), (4096, 256), (8192, 512))  # below a position, splits of so many keys; else 1024
 
 
 def splits(keys: int) -> int:
@@ -194,6 +197,24 @@ class AttendShape:
 
 
 @dataclass(frozen=True)
+class KvMemory:
+    """K and V of one layer, scales (multipliers) of FP8 codes, and the layer's FP32 vectors on the device.
+
+    The scales must be 1 over BF16 keys and values.
+    """
+
+    k: DevicePointer  # [lanes, Hkv, kv_rows, D] E4M3 codes or BF16
+    v: DevicePointer
+    k_scale: float
+    v_scale: float
+    k_norm: DevicePointer  # [D] FP32: w or 1 + w
+    q_norm: DevicePointer  # [D] FP32; NULL for a drafter's context
+    cosine: DevicePointer  # [kv_rows, rope_dims / 2] FP32, or one such table per lane
+    sine: DevicePointer
+    turn_rows: int = 0  # from a lane's table to the next one's; 0: all lanes share one
+
+
+@dataclass(frozen=True)
 class AttendTensors:
     """What a pass reads and writes, BF16."""
 
@@ -210,9 +231,9 @@ class _Form:
     kernels: list[Kernel]  # of one slot, of several
     threads: int
     shared_bytes: int
-    rows: int  # most of the pass
-    tile: int  # rows of a tile
-    blocks: int  # over the query rows of one KV head
+    most_rows: int  # of the pass
+    tile_log2: int  # rows of a tile
+    row_blocks: int  # over the query rows of one KV head
     splits: int
     columns: int  # query rows of a block of the warpgroup kernels; 0: another kernel
 
@@ -224,15 +245,21 @@ class Attention:
         self._gpu, self.shape = gpu, shape
         self._wide = shape.wide if supports(gpu.sm, "wgmma") else None
         kv = "fp8" if shape.kv == "fp8" else "bf16"
-        self.append = Appends(gpu, module, shape).run
-        self._prepare = module.kernel(f"attend_prepare_{kv}")
+        self._prepare, self._append = (module.kernel(f"attend_{name}_{kv}") for name in ("prepare", "append"))
         names = ("attend_wide_combine", "attend_wide_combine_slots") if self._wide else (f"attend_combine_{kv}",) * 2
         self._combine = [module.kernel(name) for name in names]  # of one slot, of several
         self._forms = {prefill: self._form(module, kv, prefill) for prefill in (False, True)}
+        self._sizes = {
+            "dim": shape.head_dim,
+            "half": shape.rope_dims // 2,
+            "capacity": shape.kv_rows,
+            "window": shape.window or 0,
+            "q_step": (1 + shape.gated) * shape.head_dim,
+            "most": self._wide.most if self._wide else 0,
+        }
 
     def _form(self, module: Module, kv: str, prefill: bool) -> _Form:
         shape, wide = self.shape, self._wide
-        rows = shape.prefill_rows if prefill else shape.rows
         if wide:
             names, shared = [wide.kernel(prefill, several) for several in (False, True)], wide.shared(prefill)
             threads, blocks, splits, columns = _WIDE_THREADS, wide.blocks(prefill), wide.most, wide.columns(prefill)
@@ -241,60 +268,55 @@ class Attention:
             names, shared = [f"attend_{kv}_d{shape.head_dim}_m{m}"] * 2, shape.shared_bytes(m)
             threads, blocks, splits, columns = _ATTEND_THREADS, shape.row_blocks(prefill), shape.splits, 0
         kernels = [module.kernel(name, shared_bytes=shared) for name in names]
-        return _Form(kernels, threads, shared, rows, shape.tile(prefill), blocks, 1 if prefill else splits, columns)
+        rows, tile_log2 = shape.prefill_rows if prefill else shape.rows, shape.tile(prefill).bit_length() - 1
+        return _Form(kernels, threads, shared, rows, tile_log2, blocks, 1 if prefill else splits, columns)
 
     def attend(self, x: AttendTensors, memory: KvMemory, scratch: DevicePointer, words: Words) -> None:
         """``attend``; ``scratch`` has the shape's ``scratch_bytes``. Rows of idle slots become zeros."""
-        shape, form = self.shape, self._forms[words.prefill]
-        pass_rows = words.block or form.rows
+        shape, form, wide = self.shape, self._forms[words.prefill], self._wide
+        rows, several = words.block or form.most_rows, words.slots > 1
         q_bytes, partial_bytes, sum_bytes = shape.scratch
-        queries, partial = scratch.at(0, q_bytes), scratch.at(q_bytes, partial_bytes)
-        sums = scratch.at(q_bytes + partial_bytes, sum_bytes)
-        self._prepare_rows(x, memory, queries, words)
         flags = _BIDIRECTIONAL * shape.bidirectional | _SEQUENTIAL * words.prefill | _GATED * shape.gated
-        tile_log2, window = form.tile.bit_length() - 1, shape.window or 0
-        strides = (*((self._wide.most,) if self._wide else ()), x.q.stride, x.out.stride)
-        score_scale = memory.k_scale * shape.head_dim**-0.5 * math.log2(math.e)
+        given = self._sizes | {
+            "rows": rows,
+            "flags": flags,
+            "k_memory": memory.k,
+            "v_memory": memory.v,
+            "partial": scratch.at(q_bytes, partial_bytes),
+            "partial_ml": scratch.at(q_bytes + partial_bytes, sum_bytes),
+            "gate": x.q,
+            "score_scale": memory.k_scale * shape.head_dim**-0.5 * math.log2(math.e),
+        }
+        records, queries = (x, memory, words, form, shape), scratch.at(0, q_bytes)
+        heads, warps = shape.heads + 2 * shape.kv_heads, _THREADS // 32
+        arguments = _PREPARE(*records, **given, q_out=queries)
+        self._gpu.launch(self._prepare, (-(-heads // warps), rows, words.slots), _THREADS, arguments, overlap=True)
         turns = (1, shape.tiles(True)) if words.prefill else (form.splits, words.slots)
-        if self._wide and not words.prefill:  # the live splits of all slots are the first blocks
+        if wide and not words.prefill:  # the live splits of all slots are the first blocks
             turns = (words.slots, max(1, form.splits // words.slots))
         self._gpu.launch(
-            form.kernels[words.slots > 1],
-            (shape.kv_heads * form.blocks, *turns),
+            form.kernels[several],
+            (shape.kv_heads * form.row_blocks, *turns),
             form.threads,
-            (
-                *(queries, memory.k, memory.v, partial, sums, x.out.pointer, x.q.pointer, words.control, words.rows),
-                *(pass_rows, tile_log2, shape.group, shape.kv_heads, form.blocks, shape.kv_rows, window, flags),
-                *(*strides, score_scale, memory.v_scale),
-            ),
+            (_WIDE_ATTEND if wide else _ATTEND)(*records, **given, q=queries),
             shared_bytes=form.shared_bytes,
             overlap=True,
         )
         if words.prefill:
             return
-        if form.columns:
-            grid = (shape.head_dim // 128 * form.columns // 8, shape.kv_heads * form.blocks, words.slots)
-            sizes: tuple[int, ...] = (form.columns, form.blocks, shape.head_dim)
-        else:
-            grid = (-(-pass_rows * shape.heads * shape.head_dim // 4 // _THREADS), 1, words.slots)
-            sizes = (shape.kv_heads, shape.head_dim)
-        results = (partial, sums, x.out.pointer, x.q.pointer, words.control, pass_rows, tile_log2, shape.group)
-        rules = (shape.kv_rows, window, flags, *strides, memory.v_scale)
-        self._gpu.launch(self._combine[words.slots > 1], grid, _THREADS, (*results, *sizes, *rules), overlap=True)
+        grid = (-(-rows * shape.heads * shape.head_dim // 4 // _THREADS), 1, words.slots)
+        if wide:
+            grid = (shape.head_dim // 128 * form.columns // 8, shape.kv_heads * form.row_blocks, words.slots)
+        arguments = (_WIDE_COMBINE if wide else _COMBINE)(*records, **given)
+        self._gpu.launch(self._combine[several], grid, _THREADS, arguments, overlap=True)
 
-    def _prepare_rows(self, x: AttendTensors, memory: KvMemory, queries: DevicePointer, words: Words) -> None:
-        """Norm, rotate and store keys and values, and prepare the queries."""
-        shape, form = self.shape, self._forms[words.prefill]
-        self._gpu.launch(
-            self._prepare,
-            (-(-(shape.heads + 2 * shape.kv_heads) // (_THREADS // 32)), words.block or form.rows, words.slots),
-            _THREADS,
-            (
-                *(x.q.pointer, x.k.pointer, x.v.pointer, x.q.stride, x.k.stride, x.v.stride),
-                *(memory.q_norm, memory.k_norm, memory.cosine, memory.sine, queries, memory.k, memory.v),
-                *(words.control, words.rows, words.block or form.rows, shape.heads, shape.kv_heads, shape.head_dim),
-                *(shape.rope_dims // 2, shape.kv_rows, form.tile.bit_length() - 1, (1 + shape.gated) * shape.head_dim),
-                *(form.columns, shape.eps, memory.k_scale, memory.v_scale, memory.turn_rows),
-            ),
-            overlap=True,
-        )
+    def append(self, layers: Sequence[tuple[Matrix, Matrix, KvMemory]], words: Words) -> None:
+        """Norm, rotate and store keys and values of layers without queries, in every slot that has a lane."""
+        heads, warps = 2 * self.shape.kv_heads, _THREADS // 32
+        rows = words.block or self._forms[words.prefill].most_rows
+        for first in range(0, len(layers), _LAYERS):
+            some = layers[first : first + _LAYERS]
+            parts = [_Appended.of(memory, k=k, v=v, k_memory=memory.k, v_memory=memory.v) for k, v, memory in some]
+            what = _APPEND(words, self.shape, **self._sizes, layers=_Layers.of(layer=parts), count=len(some), rows=rows)
+            grid = (-(-heads // warps), rows, _LAYERS * (words.slots - 1) + len(some))
+            self._gpu.launch(self._append, grid, _THREADS, what, overlap=True)

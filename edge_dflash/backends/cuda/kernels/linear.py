@@ -6,22 +6,22 @@ never on other rows or on how many there are.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from edge_dflash.backends.cuda.cluster_splits import Splits
-from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.memory import EMPTY, NULL, DevicePointer, Matrix, bf16_map, scratch_at
-from edge_dflash.backends.cuda.splits import (
+from edge_dflash.backends.cuda.driver import Gpu, bf16_map
+from edge_dflash.backends.cuda.kernels.source import Signature, Struct, structure
+from edge_dflash.backends.cuda.kernels.splits import (
     ALONE_ROWS,
+    Splits,
     StreamSplits,
     block_shared,
     choose_splits,
     kernel_names,
     row_tile,
 )
+from edge_dflash.backends.cuda.memory import EMPTY, NO_NORM, NULL, DevicePointer, Matrix, Norm, scratch_at
 from edge_dflash.board.archs import supports
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, Layout, Repacked, data_for
@@ -29,6 +29,9 @@ from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, La
 UNITS = ("linear", "linear_cluster", "linear_hopper", "linear_wide", "linear_tiles", "finish")  # compilation units
 _FINISH_THREADS, _NORM_THREADS, _NORM_COLUMNS, _PARTS = 1024, 256, (512, 2560, 4096, 5120, 8192), 4
 _GREEDY_THREADS = {"linear": 32, "linear_cluster": 256}  # by compilation unit
+_NOWHERE = 1 << 30  # where a part starts that is not there
+_Job = structure("job.cuh", "Job")
+_FINISH, _NORM = Signature("finish.cu", "linear_finish"), Signature("finish.cu", "NORM")
 
 
 class Mode(IntEnum):
@@ -39,24 +42,6 @@ class Mode(IntEnum):
     SWIGLU = 2
     PARTIAL = 3
     GREEDY = 4
-
-
-class _Job(ctypes.Structure):
-    """``Job`` of kernels/job.cuh."""
-
-    _fields_ = (
-        ("weights", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("k", "x_stride", "units", "windows", "splits", "groups")),
-        ("per_pass", ctypes.c_int32),
-        ("out", ctypes.c_void_p * _PARTS),
-        *((name, ctypes.c_int32 * _PARTS) for name in ("out_stride", "start", "columns")),
-        ("mode", ctypes.c_int32),
-        ("residual", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
-        ("best", ctypes.c_void_p),
-    )
 
 
 @dataclass(frozen=True)
@@ -71,15 +56,6 @@ class LinearWeights:
     def of(cls, gpu: Gpu, repacked: Repacked) -> LinearWeights:
         """Allocate and fill, with words as this device's kernels read them."""
         return cls(repacked.layout, gpu.upload(data_for(repacked, gpu.sm)), gpu.upload(repacked.scale))
-
-
-@dataclass(frozen=True)
-class Norm:
-    """RMS norm of a linear's output after its residual; ``weight`` [columns] FP32 is w or 1 + w."""
-
-    weight: DevicePointer
-    eps: float
-    out: Matrix
 
 
 class Linears:
@@ -112,7 +88,10 @@ class Linears:
             raise ValueError(f"a pass of {rows} rows; these kernels were loaded for at most {most}")
         if key not in self._chosen:
             self._chosen[key] = choose_splits(
-                *(layout, rows, gpu.sm, gpu.sm_count),
+                layout,
+                rows,
+                gpu.sm,
+                gpu.sm_count,
                 may_split=may_split,
                 most_rows=self._most_rows,
                 clusters=lambda name, *block: gpu.most_clusters(self._kernels[name], *block),
@@ -166,14 +145,19 @@ class Linears:
         job = job_of(weights, x, (), splits.shares, mode=Mode.PARTIAL)
         job.partial = scratch_at(scratch, splits.sum_bytes(layout))
         self._launch(splits, rows, job)
-        added, normal = residual or EMPTY, norm or Norm(NULL, 0.0, EMPTY)
         self._gpu.launch(
             self._finish,
             (splits.tile, 1, 1),
             _FINISH_THREADS,
-            (
-                *(scratch, splits.splits, layout.units * UNIT_ROWS, weights.scale, added.pointer, added.stride),
-                *(out.pointer, out.stride, columns, normal.weight, normal.eps, normal.out.pointer, normal.out.stride),
+            _FINISH(
+                splits,
+                weights,
+                **(norm or NO_NORM).values,
+                partial=scratch,
+                width=layout.units * UNIT_ROWS,
+                residual=residual or EMPTY,
+                out=out,
+                columns=columns,
             ),
             shared_bytes=-(-columns // 2) * 4,
             overlap=True,
@@ -182,10 +166,9 @@ class Linears:
     def _normalise(self, x: Matrix, columns: int, rows: int, norm: Norm) -> None:
         most = next((n for n in _NORM_COLUMNS if columns <= n), None)
         if most is None:
-            raise BackendError(
-                f"a norm of {columns} columns follows a linear; at most {_NORM_COLUMNS[-1]} are accepted"
-            )
-        arguments = (x.pointer, x.stride, columns, norm.weight, norm.eps, norm.out.pointer, norm.out.stride)
+            accepted = f"at most {_NORM_COLUMNS[-1]} are accepted"
+            raise BackendError(f"a norm of {columns} columns follows a linear; {accepted}")
+        arguments = _NORM(**norm.values, x=x, columns=columns)
         self._gpu.launch(self._norms[most], (rows, 1, 1), _NORM_THREADS, arguments, overlap=True)
 
     def greedy(
@@ -218,7 +201,7 @@ class Linears:
         """:meth:`linear` for many rows (a prefill chunk); skips tiles of 128 rows past the device count ``valid``."""
         self._tiles.launch(weights.layout, job_of(weights, x, out, residual=residual), x, rows, valid)
 
-    def _launch(self, splits: Splits, rows: int, job: _Job, side: _Job | None = None) -> None:
+    def _launch(self, splits: Splits, rows: int, job: Struct, side: Struct | None = None) -> None:
         shared, blocks, most, side = splits.shared_bytes, splits.blocks, block_shared(self._gpu.sm), side or _Job()
         splits.check_orders(job.x_stride, min(job.out_stride), gated=job.mode == Mode.SWIGLU)
         if side.groups and isinstance(splits, StreamSplits):  # a unit of the side stack has a block to itself
@@ -243,7 +226,7 @@ class Tiles:
         module, name = gpu.load(cubin("linear_tiles")), "hopper_tiles" if self._hopper else "linear_tiles"
         self._kernels = {f: module.kernel(f"{name}_{f}", shared_bytes=self._shared(f)) for f in UNIT_BYTES}
 
-    def launch(self, layout: Layout, job: ctypes.Structure, x: Matrix, rows: int, valid: DevicePointer) -> None:
+    def launch(self, layout: Layout, job: Struct, x: Matrix, rows: int, valid: DevicePointer) -> None:
         """Enqueue ``job`` over ``rows`` rows of x; tiles past the device count ``valid`` (unless null) are skipped."""
         kernel, shared = self._kernels[layout.format], self._shared(layout.format)
         if self._hopper:
@@ -268,7 +251,7 @@ def job_of(
     *,
     mode: Mode = Mode.STORE,
     residual: Matrix | None = None,
-) -> _Job:
+) -> Struct:
     """A job; ``mode`` STORE becomes that of a gated pair or of a residual."""
     layout, columns, starts = weights.layout, weights.layout.columns, weights.layout.starts
     parts, plain = 1 if layout.swiglu else len(columns), Mode.STORE if residual is None else Mode.RESIDUAL
@@ -284,16 +267,20 @@ def job_of(
         raise ValueError(f"a stack of {parts} matrices needs as many outputs (at most {_PARTS}), found {len(out)}")
     if x.stride % 8:
         raise ValueError(f"activations have row stride {x.stride}; a multiple of 8 is needed")
-    job = _Job(
-        *(weights.data.address, weights.scale.address, x.pointer.address),
-        *(layout.k, x.stride, layout.units, layout.windows, *shares),
+    there, rest = len(out), [0] * (_PARTS - len(out))
+    return _Job.of(
+        layout,
+        weights=weights.data,
+        scale=weights.scale,
+        x=x,
+        splits=shares[0],
+        groups=shares[1],
+        per_pass=shares[2],
+        out=out,
+        start=[*starts[:there], *[_NOWHERE] * len(rest)],
+        columns=[*columns[:there], *rest],
         mode=mode,
-        residual=residual.pointer.address if residual else None,
+        residual=residual,
+        partial=NULL,
+        best=NULL,
     )
-    for i in range(_PARTS):
-        inside = i < len(out)
-        job.out[i] = out[i].pointer.address if inside else None
-        job.out_stride[i] = out[i].stride if inside else 0
-        job.start[i] = starts[i] if inside else 1 << 30
-        job.columns[i] = columns[i] if inside else 0
-    return job
