@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from edge_dflash.backends import load, selftest
 from edge_dflash.backends.selftest_result import SelfTestResult
@@ -28,15 +28,14 @@ from edge_dflash.decode.store import PrefixStats
 from edge_dflash.errors import RequestError
 from edge_dflash.model.specs import VisionSpec
 from edge_dflash.pictures.decode import ImageLimits
-from edge_dflash.runner.candidates import Group
 from edge_dflash.runner.engine import Engine
-from edge_dflash.runner.job import OBSERVED, Home, Job, Observer, Work
-from edge_dflash.runner.looking import ImageReader
-from edge_dflash.runner.planning import Planning
+from edge_dflash.runner.images import ImageReader
+from edge_dflash.runner.job import OBSERVED, Job, Observer
+from edge_dflash.runner.planning import Planning, never
 from edge_dflash.runner.recording import AnswerLog, Recording, RecordStats
-from edge_dflash.runner.request import Encoder, Model, ends_of_form, prepare
+from edge_dflash.runner.request import Model, Preparer
 from edge_dflash.runner.settings import EngineOptions, EngineSettings, OpenOptions, OpenSettings
-from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
+from edge_dflash.runner.stream import AsyncPlanStream, PlanStream, Unwanted
 from edge_dflash.session import PlannerSession
 from edge_dflash.text.tokenizer import Tokenizer
 
@@ -93,7 +92,8 @@ class Planner(Planning[PlannerSession]):
         self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)), images, recorder)
         self._letting_go = threading.Lock()
         self._engine = Engine(backend, bundle, checked, observer)
-        self._encoder = Encoder(self._model, self._engine.check_room)
+        self._submit = self._engine.submit
+        self._preparer = Preparer(self._model, self._engine.check_room)
         weakref.finalize(self, self._engine.close, drain=False, timeout=_CLOSE_SECONDS)
         self._end_forms = (lambda: None) if tokenizer is None else hold(self, tokenizer)
 
@@ -196,7 +196,7 @@ class Planner(Planning[PlannerSession]):
         """Begin to build what the first form else waits for, on other cores: 3 s, 220 MB with 248,000 tokens."""
         if self.tokenizer is not None:
             with suppress(RequestError):  # a model that takes no forms
-                warm_up(self.tokenizer, ends_of_form(self._model))
+                warm_up(self.tokenizer, self._model.ends_of_form())
 
     @property
     def backend(self) -> Backend:
@@ -263,39 +263,38 @@ class Planner(Planning[PlannerSession]):
         return self._engine.manager.seen.stats
 
     def _ask(
-        self, task: Task, session: PlannerSession | None, options: Options, began: float, count: int = 1
-    ) -> tuple[Callable[[], object], tuple[PlanStream, ...]]:
-        """Checked requests: the next turn of a session, a plan, or candidates for it."""
-        manager, pace = self._engine.manager, self._engine.pace
-        work: Work[Any, Any]
+        self,
+        task: Task,
+        session: PlannerSession | None,
+        options: Options,
+        began: float,
+        n: int = 1,
+        unwanted: Unwanted = never,
+    ) -> Sequence[PlanStream]:
+        """Prepare the next turn of a session, a plan, or candidates for it."""
         if session is not None:
             _check(session=session)
-            work = job = session._next(self._engine, task, options, began)
-            jobs: Sequence[Job] = (job,)
-        else:
-            request = prepare(self._model, options, self._encoder.prompt(task, options, began), began)
-            if count == 1:
-                work = job = Job(request, Home(), manager, pace)
-                jobs = (job,)
-            else:
-                if options.seed + count > 2**64:
-                    raise RequestError(
-                        f"seed is {options.seed} for {count} candidates, which draw with it and the {count - 1} behind "
-                        f"it; give 0 to 2**64 - {count}"
-                    )
-                varied = [replace(request.options, seed=options.seed + index) for index in range(count)]
-                work = group = Group([replace(request, options=one) for one in varied], manager, pace)
-                jobs = group.candidates
-        return partial(self._engine.submit, work), tuple(PlanStream(job, job.ticket, owner=self) for job in jobs)
+            return [PlanStream(session._next(self, task, options, began, unwanted), self)]
+        if options.seed + n > 2**64:
+            raise RequestError(
+                f"seed is {options.seed} for {n} candidates, which draw with it and the {n - 1} behind it; "
+                f"give 0 to 2**64 - {n}"
+            )
+        request = self._preparer.prepare(task, options, began, unwanted)
+        manager, pace = self._engine.manager, self._engine.pace
+        others = [replace(request.options, seed=options.seed + index) for index in range(1, n)]
+        job = Job(request, manager, pace)
+        job.siblings = [Job(replace(request, options=one), manager, pace) for one in others]
+        return [PlanStream(one, self) for one in job.group]
 
     def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError when it is of another kind, empty, or cannot be turned into ids."""
-        return Encoder(self._model).prompt(task, Options(thinking=thinking, raw=raw)).ids  # nothing is queued
+        return self._preparer.prompt(task, Options(thinking=thinking, raw=raw)).ids  # nothing is queued
 
     def session(self, system: str | None = None) -> PlannerSession:
         """A new conversation, with a system prompt if one is given."""
         _check(system=system)
-        return PlannerSession(self, self._engine, self._model, self._encoder, system)
+        return PlannerSession(self, system)
 
     def load_session(self, path: Path | str) -> PlannerSession:
         """The conversation that :meth:`PlannerSession.save` wrote.
@@ -303,4 +302,4 @@ class Planner(Planning[PlannerSession]):
         Raises BundleError when it was made with another bundle, RequestError when the file is missing or damaged.
         """
         _check(path=path)
-        return PlannerSession._load(self, self._engine, self._model, self._encoder, path)
+        return PlannerSession._load(self, path)

@@ -12,20 +12,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 from edge_dflash.common.rules import PATH, checked, is_deeper
-from edge_dflash.decode.options import Options, PlanOptions, Task, as_messages
-from edge_dflash.decode.pictured import Placed
+from edge_dflash.decode.options import Options, Task, as_messages
 from edge_dflash.decode.saved import SessionState, load_session, save_session
-from edge_dflash.decode.session import Session, SessionManager
 from edge_dflash.errors import RequestError, one_line
-from edge_dflash.result import Plan
-from edge_dflash.runner.engine import Engine
-from edge_dflash.runner.job import Home, Job
-from edge_dflash.runner.looking import Shown, name_of
-from edge_dflash.runner.request import Encoder, Model, Prompt, as_message, as_said, next_turn, prepare
-from edge_dflash.runner.stream import UNWANTED, AsyncPlanStream, PlanStream
+from edge_dflash.runner.images import name_of
+from edge_dflash.runner.job import Job
+from edge_dflash.runner.planning import Conversing
+from edge_dflash.runner.request import Conversation, as_message, tools_of
+from edge_dflash.runner.stream import Unwanted
 from edge_dflash.text.chat import Answer, for_templates
 from edge_dflash.text.images import sources_of
 from edge_dflash.text.template import Message
@@ -36,22 +33,18 @@ if TYPE_CHECKING:
 _ARGUMENTS = {"path": PATH.saying("the path of a file")}
 
 
-class PlannerSession:
+class PlannerSession(Conversing):
     """One conversation; its turns come one after another. Made by ``Planner.session``; used from any thread."""
 
-    def __init__(
-        self, planner: Planner, engine: Engine, model: Model, encoder: Encoder, system: str | None = None
-    ) -> None:
-        self._planner = planner
-        self._engine = engine
-        self._model = model
-        self._encoder = encoder
+    _planner: Planner
+
+    def __init__(self, planner: Planner, system: str | None = None) -> None:
+        self._planner, self._engine = planner, planner._engine
         self._lock = threading.Lock()  # never held while a picture, a form or a disk is waited for
         self._saving = threading.Lock()  # taken before the other one: files are written in the order of their states
-        self._messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
-        self._state: Session | None = None  # from the first turn on
-        self._tools: str = ""  # that the conversation began with, as JSON
-        self._thinking = False  # the last answer was cut inside a thinking span
+        said: tuple[Message, ...] = ({"role": "system", "content": system},) if system is not None else ()
+        self._known = Conversation(said)  # up to the last turn that ended, its tokens and pictures apart
+        self._state = self._engine.manager.open()  # has them
         self._turn: Job | None = None  # the newest; its stream may be dropped
         self._preparing = False  # its next turn
         self._closed = False
@@ -65,12 +58,12 @@ class PlannerSession:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation in OpenAI form, up to the last turn that ended."""
-        return tuple(self._messages)
+        return tuple(self._known.messages)
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """All its tokens, up to the last commit."""
-        return self._state.tokens if self._state is not None else ()
+        return self._state.tokens
 
     @property
     def busy(self) -> bool:
@@ -81,29 +74,13 @@ class PlannerSession:
     def _runs(self) -> bool:
         return self._turn is not None and not (self._turn.ticket.done or self._turn.cancelled)
 
-    def plan(self, task: Task, **options: Unpack[PlanOptions]) -> Plan:
-        """Answer the next turn; see ``Planner.stream``. A turn that is still running is refused a successor."""
-        return self._planner.plan(task, session=self, **options)
-
-    def stream(self, task: Task, **options: Unpack[PlanOptions]) -> PlanStream:
-        """Increments of the next turn; see ``Planner.stream``."""
-        return self._planner.stream(task, session=self, **options)
-
-    async def aplan(self, task: Task, **options: Unpack[PlanOptions]) -> Plan:
-        """:meth:`plan` for asyncio."""
-        return await self._planner.aplan(task, session=self, **options)
-
-    def astream(self, task: Task, **options: Unpack[PlanOptions]) -> AsyncPlanStream:
-        """:meth:`stream` for asyncio."""
-        return self._planner.astream(task, session=self, **options)
-
     def fork(self) -> PlannerSession:
         """Another conversation that goes on from here, without computing anything again."""
         with self._held():
             self._wait_for_turn()
-            other = PlannerSession(self._planner, self._engine, self._model, self._encoder)
-            other._messages, other._tools, other._thinking = list(self._messages), self._tools, self._thinking
-            if self._state is not None:
+            other = PlannerSession(self._planner)
+            other._known = self._known
+            if self._state.tokens:
                 other._state = self._engine.run(self._state.fork)
             return other
 
@@ -117,9 +94,10 @@ class PlannerSession:
         with self._held(self._saving):
             with self._held():
                 self._wait_for_turn()
-                if self._state is None:
+                if not self._state.tokens:
                     raise RequestError("the session has no turn yet, there is nothing to save; save it after the first")
-                note = {"messages": self._messages, "tools": self._tools, "thinking": self._thinking}
+                known = self._known
+                note = {"messages": list(known.messages), "tools": known.tools, "thinking": known.thinking}
                 state = self._engine.run(self._state.state)
             return save_session(path, replace(state, note=json.dumps(note, default=dict)))
 
@@ -142,20 +120,18 @@ class PlannerSession:
                 self._turn.ticket.cancel()
                 if not wait and not self._turn.ticket.done:
                     return
-                self._turn.ticket.exception()
-            if self._state is not None:
-                self._state.close()
+                self._turn.ticket.wait()
+            self._state.close()
         finally:
             self._lock.release()
 
     @classmethod
-    def _load(
-        cls, planner: Planner, engine: Engine, model: Model, encoder: Encoder, path: Path | str
-    ) -> PlannerSession:
+    def _load(cls, planner: Planner, path: Path | str) -> PlannerSession:
+        session = cls(planner)
+        engine = session._engine
         state = load_session(path, engine.manager.bundle)
-        session = cls(planner, engine, model, encoder)
         try:
-            session._messages, session._tools, session._thinking = _conversation(state)
+            session._known = _conversation(state)
         except (ValueError, KeyError, TypeError, RecursionError, RequestError) as error:
             raise RequestError(
                 f"{path} holds no conversation of a planner; give a file that save() wrote ({one_line(error)})"
@@ -163,54 +139,25 @@ class PlannerSession:
         session._state = engine.call(lambda: engine.manager.adopt(state))
         return session
 
-    def _next(self, engine: Engine, task: Task, options: Options, began: float) -> Job:
-        """The next turn, ready to be queued."""
-        if engine is not self._engine:
+    def _next(self, planner: Planner, task: Task, options: Options, began: float, unwanted: Unwanted) -> Job:
+        """The next turn, ready to be queued. The session may be closed while it is prepared."""
+        if planner is not self._planner:
             raise RequestError("the session belongs to another planner; use the one that made it")
         with self._held():
             self._wait_for_turn()
             if self._preparing:
                 raise _running()
-            self._preparing, known = True, self._known
+            self._preparing = True
+            known = replace(self._known, tokens=self._state.tokens, pictures=self._state.pictures)
         try:
-            return self._prepared(known, task, options, began)
+            request = planner._preparer.prepare(task, options, began, lambda: self._closed or unwanted(), known)
+            with self._held():
+                self._wait_for_turn()
+                turn = _Turn(self, request.turn, tools_of(options))
+                self._turn = Job(request, self._engine.manager, self._engine.pace, self._state, turn.settled)
+                return self._turn
         finally:
             self._preparing = False
-
-    def _prepared(self, known: _Known, task: Task, options: Options, began: float) -> Job:
-        """The next turn, whose pictures are decoded and whose form is compiled while the session may be closed."""
-        engine, gone = self._engine, UNWANTED.get()
-        unwanted = UNWANTED.set(lambda: self._closed or gone())
-        try:
-            pictures = {name_of(placed.picture): placed.picture for placed in known.placed}
-            shown = self._encoder.read(as_said(self._model, task), pictures, options, began)
-            shown = replace(shown, pictures={**pictures, **shown.pictures})
-            tools = json.dumps(options.tools or [], default=dict)
-            prompt = replace(self._prompt(known, task, shown, options, tools), ended=shown.ended)
-            request = prepare(self._model, options, prompt, began)
-        finally:
-            UNWANTED.reset(unwanted)
-        with self._held():
-            self._wait_for_turn()
-            self._turn = Job(request, _Turn(self, shown.messages, tools), engine.manager, engine.pace)
-            return self._turn
-
-    @property
-    def _known(self) -> _Known:
-        state = self._state
-        tokens, placed = (state.tokens, state.pictures) if state is not None else ((), ())
-        return _Known(tokens, placed, self._messages, self._tools, self._thinking)
-
-    def _prompt(self, known: _Known, task: Task, shown: Shown, options: Options, tools: str) -> Prompt:
-        """The whole conversation with one more turn, its end as it was generated if that can be."""
-        if known.tokens and tools == known.tools:
-            what = (self._model, known.tokens, known.messages, task, options)
-            prompt = next_turn(*what, thinking=known.thinking, shown=shown, placed=known.placed)
-            if prompt is not None:
-                return prompt
-        if not known.messages:
-            return self._encoder.prompt(task, options, shown=shown)
-        return self._encoder.conversation(Shown([*known.messages, *shown.messages], shown.pictures), options)
 
     @contextmanager
     def _held(self, lock: threading.Lock | None = None) -> Iterator[None]:
@@ -233,52 +180,36 @@ class PlannerSession:
             return
         if self._runs:
             raise _running()
-        self._turn.ticket.exception()
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A conversation as it is before its next turn; see PlannerSession."""
-
-    tokens: tuple[int, ...]
-    placed: tuple[Placed, ...]  # pictures of its tokens
-    messages: Sequence[Message]  # never changed: a turn that ends makes another list
-    tools: str
-    thinking: bool
+        self._turn.ticket.wait()
 
 
 def _running() -> RequestError:
     return RequestError("a turn of this session is still running; wait for its end, or cancel it")
 
 
-class _Turn(Home):
-    """The place of a turn: its session, which takes it over when it has ended."""
+@dataclass(frozen=True)
+class _Turn:
+    """A turn that runs: its session takes it over when it has ended."""
 
-    def __init__(self, session: PlannerSession, said: Sequence[Message], tools: str) -> None:
-        self._session = session
-        self._said = said
-        self._tools = tools
+    session: PlannerSession
+    said: Sequence[Message]
+    tools: str
 
-    def open(self, manager: SessionManager) -> Session:
-        session = self._session
-        if session._state is None:
-            session._state = manager.open()
-        return session._state
-
-    def settle(self, state: Session, answer: Answer, *, committed: bool, thinking: bool) -> None:
-        session = self._session
+    def settled(self, answer: Answer, *, committed: bool, thinking: bool) -> None:
+        """See runner.job.Settled."""
+        session, known = self.session, self.session._known
         if committed:
-            session._messages = [*session._messages, *self._said, as_message(answer)]
-            session._tools, session._thinking = self._tools, thinking
+            said = [*known.messages, *self.said, as_message(answer)]
+            session._known = Conversation(said, tools=self.tools, thinking=thinking)
         if session._closed:
-            state.close()
+            session._state.close()
 
 
 _DEEPEST = 200  # levels of a note, far below those at which writers and templates give up
 
 
-def _conversation(state: SessionState) -> tuple[list[Message], str, bool]:
-    """Messages, tools, and whether thinking is open, of a saved session's note.
+def _conversation(state: SessionState) -> Conversation:
+    """The conversation of a saved session's note.
 
     Raises ValueError, KeyError, TypeError, RecursionError or RequestError for what :meth:`PlannerSession.save` never
     writes.
@@ -297,4 +228,4 @@ def _conversation(state: SessionState) -> tuple[list[Message], str, bool]:
     names = {name_of(placed.picture) for placed in state.pictures}
     if strange := [source for source in sources_of(said) if source not in names]:
         raise ValueError(f"image {strange[0]!r:.60} of its messages is none of its images")
-    return said, tools, thinking
+    return Conversation(said, tools=tools, thinking=thinking)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -18,7 +19,7 @@ from edge_dflash.decode.accept import FinishReason
 from edge_dflash.decode.options import Options, Task
 from edge_dflash.errors import EdgeDflashError, RequestError, ServiceError
 from edge_dflash.result import Increment, Plan
-from edge_dflash.runner.ticket import Ticket
+from edge_dflash.runner.stream import Ticket
 
 T = TypeVar("T")
 _CONNECT_SECONDS = 10.0
@@ -51,12 +52,12 @@ def parse_url(url: str) -> tuple[str | None, str]:
 
 
 class Asking:
-    """One request on its way: what a stream asks of it (``cancelled``, ``unstarted``)."""
+    """One request on its way: what a stream asks of it (``ticket``, ``cancelled``, ``reader``)."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, reading: Reading, ended: Callable[[Plan], None]) -> None:
         self.reading = reading
         self.admitted: Future[None] = Future()
-        self.ticket: Ticket[Increment, Plan] = Ticket(asked=lambda ticket: self._cancel())
+        self.ticket: Ticket[Increment] = Ticket(cancel=self._cancel)
         self.task: asyncio.Task[None] | None = None
         self.together: Sequence[Asking] = (self,)  # what the same request asks for
         self.reason: FinishReason | None = None  # why it was cut
@@ -77,10 +78,6 @@ class Asking:
         """The server made the increments."""
         return lambda increment: increment
 
-    def unstarted(self) -> Plan:
-        """The plan of a request of which nothing came."""
-        return self.reading.plan(self.reason or "cancelled")
-
     def cut(self, reason: FinishReason) -> None:
         """Stop reading; what came is the plan. Called on the loop."""
         if self.reason is None and not self.ticket.done:
@@ -90,24 +87,20 @@ class Asking:
             elif self.task is not None:
                 self.task.cancel()
 
-    def _cancel(self) -> bool:
-        if self.ticket.done:
-            return False
-        try:
-            self._loop.call_soon_threadsafe(self.cut, "cancelled")
-        except RuntimeError:  # the loop is closed, and so is the request
-            return False
-        return True
+    def _cancel(self) -> None:
+        if not self.ticket.done:
+            with suppress(RuntimeError):  # the loop is closed, and so is the request
+                self._loop.call_soon_threadsafe(self.cut, "cancelled")
 
     def admit(self) -> None:
         """The server took it."""
-        self.ticket._start()
+        self.ticket.start()
         self.admitted.set_result(None)
 
     def settle(self, plan: Plan) -> None:
         """It has ended."""
         self._ended(plan)
-        self.ticket._succeed(plan)
+        self.ticket.succeed(plan)
         if not self.admitted.done():
             self.admitted.set_result(None)
 
@@ -127,7 +120,7 @@ class Asking:
         except Exception:  # what came is what cannot be read
             plan = Reading(self.reading.options, self.reading.began).plan("cancelled")
         self._ended(plan)
-        self.ticket._fail(error)
+        self.ticket.fail(error)
         if not self.admitted.done():
             self.admitted.set_exception(error)
 
@@ -158,7 +151,7 @@ def _take(askings: Sequence[Asking], line: bytes) -> bool:
     chunk = chunk_of(data.decode("utf-8", "replace"))
     for one in _open_of(askings):
         if (increment := one.reading.add(chunk)) is not None:
-            one.ticket._add(increment)
+            one.ticket.add(increment)
     return False
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 from urllib.parse import quote
 
 from edge_dflash.client.api import pick, with_urls
@@ -19,11 +19,11 @@ from edge_dflash.client.connection import Asking, Connection
 from edge_dflash.common import rules
 from edge_dflash.common.rules import PATH, TEXT
 from edge_dflash.decode.backend import PairShape
-from edge_dflash.decode.options import Options, PlanOptions, Task, as_messages, token_ids
+from edge_dflash.decode.options import Options, Task, as_messages, token_ids
 from edge_dflash.errors import EdgeDflashError, RequestError
 from edge_dflash.result import Plan
-from edge_dflash.runner.planning import Planning
-from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
+from edge_dflash.runner.planning import Conversing, Planning, never
+from edge_dflash.runner.stream import PlanStream, Unwanted
 from edge_dflash.text.template import Message
 
 _ARGUMENTS = {
@@ -112,15 +112,24 @@ class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePla
     drafting = _kept_there("drafting")
 
     def _ask(
-        self, task: Task, session: RemoteSession | None, options: Options, began: float, count: int = 1
-    ) -> tuple[Callable[[], object], tuple[PlanStream, ...]]:
+        self,
+        task: Task,
+        session: RemoteSession | None,
+        options: Options,
+        began: float,
+        n: int = 1,
+        unwanted: Unwanted = never,
+    ) -> Sequence[PlanStream]:
         """Send a request, which its server queues."""
         if session is None:
-            askings = self._connection.ask(self._served, task, options, began, count=count)
+            askings = self._connection.ask(self._served, task, options, began, count=n)
         else:
             rules.checked(_SESSION, {"session": session})
             askings = session._ask(self, task, options, began)
-        return lambda: None, tuple(PlanStream(asking, asking.ticket, owner=self) for asking in askings)
+        return [PlanStream(asking, owner=self) for asking in askings]
+
+    def _submit(self, asking: object) -> None:
+        """It was sent."""
 
     def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError when it is of another kind, empty, or cannot be turned into ids."""
@@ -148,12 +157,14 @@ class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePla
         return session
 
 
-class RemoteSession(AbstractContextManager["RemoteSession"]):
+class RemoteSession(Conversing, AbstractContextManager["RemoteSession"]):
     """One conversation, with the interface of ``PlannerSession``. Made by ``RemotePlanner.session``.
 
     It lies on the service, under a name that nobody else has; saved copies have names that the caller gives. Its turns
     come one after another.
     """
+
+    _planner: RemotePlanner
 
     def __init__(self, planner: RemotePlanner, system: str | None = None) -> None:
         self._planner = planner
@@ -184,22 +195,6 @@ class RemoteSession(AbstractContextManager["RemoteSession"]):
     def busy(self) -> bool:
         """Whether a turn is under way: another one would be refused."""
         return self._busy
-
-    def plan(self, task: Task, **options: Unpack[PlanOptions]) -> Plan:
-        """Answer the next turn; see ``Planner.stream``. A turn that is still running is refused a successor."""
-        return self._planner.plan(task, session=self, **options)
-
-    def stream(self, task: Task, **options: Unpack[PlanOptions]) -> PlanStream:
-        """Increments of the next turn; see ``Planner.stream``."""
-        return self._planner.stream(task, session=self, **options)
-
-    async def aplan(self, task: Task, **options: Unpack[PlanOptions]) -> Plan:
-        """:meth:`plan` for asyncio."""
-        return await self._planner.aplan(task, session=self, **options)
-
-    def astream(self, task: Task, **options: Unpack[PlanOptions]) -> AsyncPlanStream:
-        """:meth:`stream` for asyncio."""
-        return self._planner.astream(task, session=self, **options)
 
     def fork(self) -> RemoteSession:
         """Another conversation that goes on from here."""

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from numbers import Real
-from typing import Generic, TypeAlias, TypeVar, Unpack
+from typing import Any, Generic, TypeAlias, TypeVar, Unpack
 
 from edge_dflash.common import rules
 from edge_dflash.decode.options import Options, PlanOptions, Task
 from edge_dflash.errors import RequestError, one_line, short
 from edge_dflash.result import Plan
-from edge_dflash.runner.failures import another
-from edge_dflash.runner.stream import UNWANTED, AsyncPlanStream, PlanStream
+from edge_dflash.runner.stream import AsyncPlanStream, PlanStream, Unwanted, apart
 
 S = TypeVar("S")
 Rank: TypeAlias = Callable[[Plan], float]
@@ -29,14 +26,29 @@ _RULES = {
 }
 
 
+def never() -> bool:
+    """Whether nobody waits for a request whose caller waits for it."""
+    return False
+
+
 class Planning(Generic[S]):
     """What every planner offers, made of one way to ask it; ``S`` is its conversation."""
 
+    _submit: Callable[[Any], object]  # queues the request of the first of the streams that were prepared together
+
     def _ask(
-        self, task: Task, session: S | None, options: Options, began: float, count: int = 1
-    ) -> tuple[Callable[[], object], tuple[PlanStream, ...]]:
-        """Streams of ``count`` candidates, the first with the seed of ``options``, and what queues them."""
+        self, task: Task, session: S | None, options: Options, began: float, n: int = 1, unwanted: Unwanted = never
+    ) -> Sequence[PlanStream]:
+        """Prepare streams of ``n`` candidates, the first with the seed of ``options``."""
         raise NotImplementedError
+
+    def _begin(
+        self, task: Task, session: S | None, options: Options, n: int = 1, unwanted: Unwanted = never
+    ) -> Sequence[PlanStream]:
+        """Prepare and queue."""
+        streams = self._ask(task, session, options, time.perf_counter(), n, unwanted)
+        self._submit(streams[0]._job)
+        return streams
 
     def plan(
         self,
@@ -59,16 +71,14 @@ class Planning(Generic[S]):
         """
         began, chosen = time.perf_counter(), Options.of(options)
         n, rank = _checked(n, rank, session)
-        asked = _scored(chosen, n, rank)
-        queue, streams = self._ask(task, session, asked, began, _distinct(chosen, n))
-        queue()
+        streams = self._ask(task, session, _scored(chosen, n, rank), began, _distinct(chosen, n))
+        self._submit(streams[0]._job)
         try:
-            plans = [stream.plan for stream in streams]
+            return _best([stream.plan for stream in streams], n, rank, chosen)
         except BaseException:
             for stream in streams:
                 stream.cancel()
             raise
-        return plans[0] if n == 1 and rank is None else _best(plans, n, rank, chosen)
 
     def stream(self, task: Task, *, session: S | None = None, **options: Unpack[PlanOptions]) -> PlanStream:
         """Queue a plan and return its increments.
@@ -96,21 +106,25 @@ class Planning(Generic[S]):
         Raises RequestError for bad input, ContextError for a prompt that does not fit and QueueFullError here;
         QueueFullError later for a request that a more urgent one displaced.
         """
-        began = time.perf_counter()
-        queue, (stream,) = self._ask(task, session, Options.of(options), began)
-        queue()
-        return stream
+        return self._begin(task, session, Options.of(options))[0]
 
-    def streams(self, task: Task, n: int, **options: Unpack[PlanOptions]) -> tuple[PlanStream, ...]:
+    def streams(
+        self,
+        task: Task,
+        n: int,
+        *,
+        session: S | None = None,
+        unwanted: Unwanted = never,
+        **options: Unpack[PlanOptions],
+    ) -> tuple[PlanStream, ...]:
         """:meth:`stream` of ``n`` candidates: the prompt is computed once, and stream i uses ``seed + i``.
 
-        Cancelling or closing one leaves the others alone.
+        Cancelling or closing one leaves the others alone. ``unwanted`` is asked while the request is prepared (images,
+        a form): True ends it, as cancelled.
         """
-        began, chosen = time.perf_counter(), Options.of(options)
-        n, _ = _checked(n, None, None)
-        queue, streams = self._ask(task, None, chosen, began, n)
-        queue()
-        return streams
+        chosen = Options.of(options)
+        n, _ = _checked(n, None, session)
+        return tuple(self._begin(task, session, chosen, n, unwanted))
 
     async def aplan(
         self,
@@ -122,34 +136,48 @@ class Planning(Generic[S]):
         **options: Unpack[PlanOptions],
     ) -> Plan:
         """:meth:`plan` without blocking the loop; ``rank`` is called on another thread."""
-        if n == 1 and rank is None:
-            return await self.astream(task, session=session, **options).result()
         chosen = Options.of(options)
         n, rank = _checked(n, rank, session)
         asked, count = _scored(chosen, n, rank), _distinct(chosen, n)
-
-        def begin() -> tuple[PlanStream, ...]:
-            queue, begun = self._ask(task, session, asked, time.perf_counter(), count)
-            queue()
-            return begun
-
-        streams = apart(begin, count)
+        streams = apart(lambda unwanted: self._begin(task, session, asked, count, unwanted), count)
         try:
             plans = await asyncio.gather(*(stream.result() for stream in streams))
         except BaseException:
             for stream in streams:
                 stream.cancel()
             raise
-        return await asyncio.to_thread(_best, plans, n, rank, chosen)
+        return await asyncio.to_thread(_best, plans, n, rank, chosen) if rank else _best(plans, n, rank, chosen)
 
     def astream(self, task: Task, *, session: S | None = None, **options: Unpack[PlanOptions]) -> AsyncPlanStream:
         """:meth:`stream` for ``async for`` and ``async with``; its errors come with the first ``await``."""
-        return AsyncPlanStream(partial(self.stream, task, session=session, **options))
+        return apart(lambda unwanted: self._begin(task, session, Options.of(options), 1, unwanted), 1)[0]
 
     def astreams(self, task: Task, n: int, **options: Unpack[PlanOptions]) -> tuple[AsyncPlanStream, ...]:
         """:meth:`streams` for asyncio; all begin with the first ``await`` of one of them."""
         n, _ = _checked(n, None, None)
-        return apart(partial(self.streams, task, n, **options), n)
+        return apart(lambda unwanted: self.streams(task, n, unwanted=unwanted, **options), n)
+
+
+class Conversing:
+    """The ways to ask for the next turn of a conversation; a turn that is still running is refused a successor."""
+
+    _planner: Planning[Any]
+
+    def plan(self, task: Task, **options: Unpack[PlanOptions]) -> Plan:
+        """Answer the next turn; see ``Planner.stream``."""
+        return self._planner.plan(task, session=self, **options)
+
+    def stream(self, task: Task, **options: Unpack[PlanOptions]) -> PlanStream:
+        """Increments of the next turn; see ``Planner.stream``."""
+        return self._planner.stream(task, session=self, **options)
+
+    async def aplan(self, task: Task, **options: Unpack[PlanOptions]) -> Plan:
+        """:meth:`plan` for asyncio."""
+        return await self._planner.aplan(task, session=self, **options)
+
+    def astream(self, task: Task, **options: Unpack[PlanOptions]) -> AsyncPlanStream:
+        """:meth:`stream` for asyncio."""
+        return self._planner.astream(task, session=self, **options)
 
 
 def _checked(n: int, rank: Rank | None, session: object) -> tuple[int, Rank | None]:
@@ -174,6 +202,8 @@ def _scored(options: Options, n: int, rank: Rank | None) -> Options:
 
 def _best(plans: Sequence[Plan], n: int, rank: Rank | None, options: Options) -> Plan:
     """The best of the plans, with their scores, the others behind it. Raises what ``rank`` raises."""
+    if n == 1 and rank is None:
+        return plans[0]
     scores = [_likelihood(plan) if rank is None else _ranked(rank, plan) for plan in plans]
     told = [
         replace(plan, score=score, logprobs=() if options.logprobs is None else plan.logprobs)
@@ -205,38 +235,3 @@ def _ranked(rank: Rank, plan: Plan) -> float:
     if math.isnan(number):
         raise RequestError(f"rank gave {one_line(short(value))}; give a number that a float can hold, higher is better")
     return number
-
-
-def apart(begin: Callable[[], tuple[PlanStream, ...]], count: int) -> tuple[AsyncPlanStream, ...]:
-    """Streams for asyncio that begin together, on the thread of the first."""
-    shared = _Shared(begin)
-    shared.streams = tuple(AsyncPlanStream(partial(shared.take, index)) for index in range(count))
-    return shared.streams
-
-
-class _Shared:
-    """One call that gives each of several streams what it reads."""
-
-    def __init__(self, begin: Callable[[], tuple[PlanStream, ...]]) -> None:
-        self.streams: tuple[AsyncPlanStream, ...] = ()
-        self._begin, self._lock = begin, threading.Lock()
-        self._begun: tuple[PlanStream, ...] = ()
-        self._error: Exception | None = None
-
-    def take(self, index: int) -> PlanStream:
-        """The stream of this index; the first call begins all."""
-        with self._lock:
-            if self._error is not None:
-                raise another(self._error)
-            if not self._begun:
-                unwanted = UNWANTED.set(lambda: all(stream.cancelled for stream in self.streams))
-                try:
-                    self._begun = self._begin()
-                except Exception as error:
-                    self._error = error
-                    raise
-                finally:
-                    UNWANTED.reset(unwanted)
-                for stream, begun in zip(self.streams, self._begun, strict=True):
-                    stream._attach(begun)
-            return self._begun[index]

@@ -1,186 +1,140 @@
-"""The order of waiting requests: by priority, in turns among callers, and nobody waits for ever.
+"""The queue of requests: by priority, then in turns among callers, then by deadline and arrival; bounded for each.
 
-The worker owns one and guards it with its lock.
+Turns are those of fair queueing: a caller has been served so many times, one that comes new counts as served once more
+than who was served last, and the caller with the lowest count is next. So a flood of one caller, or of made-up names,
+delays another's request by no more than one of each of them. A caller named ``account/name`` is one of several of an
+account: accounts take turns, then the callers of one; any other caller is an account by itself.
 
-A *line* is what one caller has waiting at one priority, first come first served. The next item is the head of the line
-with the highest rank, and among equal ranks that of the account, then the caller, served longest ago. A line's rank is
-its priority plus one for every ``patience`` times that another line was served while its head waited. Only heads
-age: a caller with many requests waiting gains nothing by them.
-
-A caller named ``account/name`` is one of several of an account; any other is an account by itself. Caller, account and
-queue are bounded. Where a bound is reached, an item goes in all the same if one of lower rank waits there: the lowest
-is *displaced*, of the account that has most waiting, the youngest. So urgent items always find a place, and a caller
-with many items displaces its own.
+Where a bound is reached, a request goes in all the same if a less urgent one waits there, which is evicted: the lowest
+priority, of the account that has most waiting the youngest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+import math
+from collections.abc import Hashable, Iterator
+from itertools import count
+from typing import Generic, Protocol, TypeVar
 
 from edge_dflash.errors import QueueFullError
 
-T = TypeVar("T")
-
-PATIENCE = 8  # times passed over until a waiting head rises by one priority
-REMEMBERED = 1024  # callers whose last turn is kept
+REMEMBERED = 1024  # callers and accounts whose turns are kept
 
 
-def shares(limit: int) -> tuple[int, int]:
-    """Of a queue of this length, the places that one caller can take, and one account: a half, and three quarters."""
-    caller = max(1, limit // 2)
-    return caller, max(caller, limit - max(1, limit // 4))
-
-
-@dataclass
-class _Line(Generic[T]):
-    priority: int
-    caller: str | None
-    number: int  # of the line's making: older lines first, where nothing else decides
-    items: dict[int, T] = field(default_factory=dict)  # by the number of their coming, the oldest first
-    passed: int = 0  # times that another line was served while the head waited
+class Waiting(Protocol):
+    """What the queue reads of a request."""
 
     @property
-    def account(self) -> str:
-        return account(self.caller or "")
+    def priority(self) -> int:
+        """Higher ones go first."""
+
+    @property
+    def caller(self) -> str:
+        """Who asks, perhaps ``account/name``."""
+
+    @property
+    def deadline(self) -> float | None:
+        """time.perf_counter() by which it has to end."""
 
 
-def account(caller: str) -> str:
-    """The account of a caller."""
-    return caller.partition("/")[0] or caller
+T = TypeVar("T", bound=Waiting)
 
 
-class FairQueue(Generic[T]):
-    """A bounded queue. Not thread-safe."""
+class Queue(Generic[T]):
+    """Requests that wait. Not thread-safe: the engine's lock guards it."""
 
-    def __init__(self, limit: int, per_caller: int, patience: int = PATIENCE, per_account: int | None = None) -> None:
-        """Hold at most ``limit`` items, of a caller ``per_caller``, of an account ``per_account`` (None: ``limit``)."""
-        if min(limit, per_caller, patience) < 1:
-            raise ValueError(f"limits are {limit} and {per_caller}, patience is {patience}; wanted at least 1")
-        self._limit = limit
-        self._per_caller = per_caller
-        self._per_account = limit if per_account is None else per_account
-        self._patience = patience
-        self._lines: dict[tuple[int, str | None], _Line[T]] = {}
-        self._turns: dict[tuple[str, ...], int] = {}  # account, or account and caller -> number of its last turn
-        self._turn = 0
-        self._made = 0
+    def __init__(self, limit: int) -> None:
+        """Hold at most ``limit`` requests: of one caller a half, of one account three quarters, at least one each."""
+        self._limit, self._of_caller = limit, max(1, limit // 2)
+        self._of_account = max(self._of_caller, limit - max(1, limit // 4))
+        self._waiting: dict[T, int] = {}  # number of its arrival
+        self._arrivals = count()
+        self._served: dict[Hashable, int] = {}  # turns of each account, and of each caller in its account
+        self._last: dict[Hashable, int] = {}  # of the account served last, and of each account's caller served last
 
     def __len__(self) -> int:
-        return sum(len(line.items) for line in self._lines.values())
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[T]:
-        """Items line by line, not in the order of service."""
-        return (item for line in self._lines.values() for item in line.items.values())
+        """Requests in the order of their arrival."""
+        return iter(self._waiting)
 
-    def push(self, item: T, priority: int, caller: str | None) -> T | None:
-        """Queue an item behind what its caller has waiting at its priority; returns the item that it displaces.
+    def push(self, one: T) -> T | None:
+        """Queue a request; returns the one that it evicts. Raises QueueFullError, naming the limit."""
+        evicted = self.check(one.priority, one.caller)
+        if evicted is not None:
+            del self._waiting[evicted]
+        for group, member in _turns(one.caller):
+            self._served[member] = max(self._served.get(member, 0), self._last.get(group, -1) + 1)
+        self._waiting[one] = next(self._arrivals)
+        if len(self._served) > REMEMBERED:
+            self._forget()
+        return evicted
 
-        ``caller`` None takes no place, displaces nothing and is never displaced. Raises QueueFullError, naming the
-        limit, and TypeError for a priority that lines cannot be ordered by.
-        """
-        if not isinstance(priority, int):
-            raise TypeError(f"priority is {priority!r}; wanted an int")
-        self._made += 1
-        line = self._lines.get((priority, caller)) or _Line(priority, caller, self._made)
-        displaced = None if caller is None else self._make_room(priority, caller)
-        self._lines[priority, caller] = line
-        line.items[self._made] = item
-        return displaced
-
-    def check(self, priority: int, caller: str | None) -> None:
-        """Raise QueueFullError where :meth:`push` would."""
-        if caller is not None:
-            self._lowest(priority, caller)
-
-    def _make_room(self, priority: int, caller: str) -> T | None:
-        """The item that gives its place to one of this priority; None: there is room. Raises QueueFullError."""
-        if (lowest := self._lowest(priority, caller)) is None:
-            return None
-        _, item = lowest.items.popitem()
-        self._drop_empty(lowest)
-        return item
-
-    def _lowest(self, priority: int, caller: str) -> _Line[T] | None:
-        """The line whose youngest item is displaced by one of this priority; None: there is room."""
-        lines = [line for line in self._lines.values() if line.caller is not None]
-        mine = [line for line in lines if line.account == account(caller)]
-        own = [line for line in mine if line.caller == caller]
-        for bounded, limit, named in (
-            (own, self._per_caller, f"caller {caller!r}"),
-            (mine, self._per_account, f"account {account(caller)!r}"),
-            (lines, self._limit, ""),
+    def check(self, priority: int, caller: str) -> T | None:
+        """The request that one of this priority would evict; None: there is room. Raises as :meth:`push` does."""
+        account = _account(caller)
+        for waiting, limit, whose in (
+            ([one for one in self if one.caller == caller], self._of_caller, f"caller {caller!r}"),
+            ([one for one in self if _account(one.caller) == account], self._of_account, f"account {account!r}"),
+            (list(self), self._limit, ""),
         ):
-            if (waiting := sum(len(line.items) for line in bounded)) < limit:
+            if len(waiting) < limit:
                 continue
-            lowest = min(bounded, key=lambda line: self._displacement(line, lines))
-            if self._tail_rank(lowest) >= priority:
-                raise _full(waiting, limit, named)
+            lowest = min(waiting, key=self._eviction)
+            if lowest.priority >= priority:
+                raise _full(len(waiting), limit, whose)
             return lowest
         return None
 
-    def _tail_rank(self, line: _Line[T]) -> int:
-        """Rank of the youngest item of a line: only a head has risen."""
-        return line.priority if len(line.items) > 1 else self._rank(line)
+    def pop(self, above: float = -math.inf) -> T | None:
+        """Take the next request with a priority ``above`` that; None without one."""
+        if (one := min(self, key=self._order, default=None)) is None or one.priority <= above:
+            return None
+        del self._waiting[one]
+        for group, member in _turns(one.caller):
+            self._last[group] = self._served[member]
+            self._served[member] += 1
+        if not self._waiting:
+            self._forget()
+        return one
 
-    def _displacement(self, line: _Line[T], lines: list[_Line[T]]) -> tuple[int, int, int]:
-        """The line with the lowest of these gives up its youngest item first."""
-        of_account = sum(len(other.items) for other in lines if other.account == line.account)
-        return self._tail_rank(line), -of_account, -next(reversed(line.items))
+    def remove(self, one: T) -> bool:
+        """Take a request out; False when it does not wait."""
+        return self._waiting.pop(one, None) is not None
 
-    def pop(self, above: int | None = None) -> T:
-        """Take the next item, of those with a priority ``above`` that if it is given. Raises IndexError without one."""
-        lines = [line for line in self._lines.values() if above is None or line.priority > above]
-        if not lines:
-            raise IndexError("the queue is empty" if above is None else f"nothing waits with a priority above {above}")
-        line = max(lines, key=self._precedence)
-        item = line.items.pop(next(iter(line.items)))
-        for other in self._lines.values():
-            other.passed += 1
-        line.passed = 0
-        self._turn += 1
-        for turn in _turns_of(line):
-            self._turns.pop(turn, None)
-            self._turns[turn] = self._turn
-        while len(self._turns) > REMEMBERED:
-            del self._turns[next(iter(self._turns))]
-        self._drop_empty(line)
-        return item
+    def _order(self, one: T) -> tuple[float, ...]:
+        """Of the request with the lowest it is the turn."""
+        turns = [self._served[member] for _, member in _turns(one.caller)]
+        return -one.priority, *turns, math.inf if one.deadline is None else one.deadline, self._waiting[one]
 
-    def remove(self, item: T) -> bool:
-        """Take an item out of its line; False when it is not waiting."""
-        for line in self._lines.values():
-            for place, (number, waiting) in enumerate(line.items.items()):
-                if waiting is item:
-                    line.passed = line.passed if place else 0
-                    del line.items[number]
-                    self._drop_empty(line)
-                    return True
-        return False
+    def _eviction(self, one: T) -> tuple[int, int, int]:
+        """The request with the lowest is evicted first."""
+        of_account = sum(_account(other.caller) == _account(one.caller) for other in self)
+        return one.priority, -of_account, -self._waiting[one]
 
-    def _rank(self, line: _Line[T]) -> int:
-        return line.priority + line.passed // self._patience
-
-    def _precedence(self, line: _Line[T]) -> tuple[int, ...]:
-        """The line with the highest is served next."""
-        return self._rank(line), *(-self._turns.get(turn, 0) for turn in _turns_of(line)), -line.number
-
-    def _drop_empty(self, line: _Line[T]) -> None:
-        if not line.items:
-            del self._lines[line.priority, line.caller]
+    def _forget(self) -> None:
+        """Forget the turns of those that have nothing waiting."""
+        kept = {key for one in self for pair in _turns(one.caller) for key in pair}
+        self._served = {key: turn for key, turn in self._served.items() if key in kept}
+        self._last = {key: turn for key, turn in self._last.items() if key in kept}
 
 
-def _turns_of(line: _Line[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Under what the turns of a line are counted: its account, and its caller."""
-    return (line.account,), (line.account, line.caller or "")
+def _account(caller: str) -> str:
+    return caller.partition("/")[0] or caller
 
 
-def _full(waiting: int, limit: int, named: str) -> QueueFullError:
-    """``named``: whose limit it is; "": that of the queue."""
-    if named:
+def _turns(caller: str) -> tuple[tuple[Hashable, Hashable], tuple[Hashable, Hashable]]:
+    """Among whom a caller takes turns, and as whom: its account among all, it itself in its account."""
+    account = _account(caller)
+    return ("", (account,)), ((account,), (account, caller))
+
+
+def _full(waiting: int, limit: int, whose: str) -> QueueFullError:
+    """``whose`` limit it is; "": that of the queue."""
+    if whose:
         return QueueFullError(
-            f"{named} has {waiting} requests waiting, the limit for one {named.partition(' ')[0]} is {limit}; "
+            f"{whose} has {waiting} requests waiting, the limit for one {whose.partition(' ')[0]} is {limit}; "
             "wait for one of them to end, or cancel one, and send this again"
         )
     return QueueFullError(

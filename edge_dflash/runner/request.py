@@ -7,44 +7,35 @@ chat template is known by what it writes, never by its name.
 from __future__ import annotations
 
 import json
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Literal, TypeAlias
 
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.controls import Controls, Interrupted, Pace, Patience
-from edge_dflash.decode.grammar.calls import AnswerForm, Calls
-from edge_dflash.decode.grammar.compiled import Grammar, compile_form
-from edge_dflash.decode.grammar.schema_check import schema_json
-from edge_dflash.decode.grammar.wire import Source
+from edge_dflash.decode.grammar.compiled import Grammar
 from edge_dflash.decode.options import Options, Request, Task, admit, as_messages, token_ids
 from edge_dflash.decode.pictured import Picture, Placed
-from edge_dflash.decode.steering import AfterThinking, Constraint, InCalls
 from edge_dflash.errors import RequestError
 from edge_dflash.result import Plan
-from edge_dflash.runner.looking import Ended, ImageReader, Placing, Shown, read_images
+from edge_dflash.runner.answer import StopFinder
+from edge_dflash.runner.form import constraint_of, ends_of_form, form_of
+from edge_dflash.runner.images import ImageReader, encode_shown, name_of, read_images
 from edge_dflash.runner.recording import AnswerLog, Said
-from edge_dflash.runner.stream import UNWANTED, StopFinder
-from edge_dflash.text.chat import (
-    Answer,
-    Markers,
-    dialect_of,
-    encode_conversation,
-    render_conversation,
-    thinking_is_open,
-)
+from edge_dflash.text.chat import Answer, Markers, encode_conversation, render_conversation, thinking_is_open
+from edge_dflash.text.images import marked, sources_of, without
 from edge_dflash.text.template import Message
 from edge_dflash.text.tokenizer import Tokenizer
-from edge_dflash.text.tool_calls import Tool
 
 _PROBE = "\ue000"  # private use: no message begins with it
 _MARK = "\ue000\ue001\ue002"  # stands for an answer when the text behind it is looked for
 _KNOWN_PREFIXES = 16
-_BEFORE_ANSWER = "\n\n"  # what the chat templates of the Qwen family write between thinking and answer
+_NO_FORM = "an answer cannot be given a form; leave schema, regex and grammar out"
+_NO_TEXT = "give token ids instead of text"
+
+Ended: TypeAlias = Literal["deadline", "cancelled"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +56,21 @@ class Model:
             )
         return self.tokenizer
 
+    def ends_of_form(self) -> tuple[int, ...]:
+        """The stop tokens that end an answer with a form. Raises RequestError when there are none."""
+        return ends_of_form(self.need_tokenizer(_NO_FORM), self.stop_token_ids)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation before its next turn. The messages are never changed: a turn that ends makes another list."""
+
+    messages: Sequence[Message] = ()  # of the tokens, the last answer at the end; or what comes before the first turn
+    tokens: tuple[int, ...] = ()
+    pictures: tuple[Placed, ...] = ()  # of the tokens
+    tools: str = ""  # with which the tokens were made, as JSON
+    thinking: bool = False  # the last answer was cut inside a thinking span
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -74,56 +80,173 @@ class Prompt:
     shared: int = 0
     pictures: tuple[Placed, ...] = ()  # in their order, on the placeholders of their rows
     said: Said | None = None  # what it was made of; None: token ids
-    ended: Ended | None = None  # while its images were read: nothing of it runs
+    turn: Sequence[Message] = ()  # what it adds to its conversation
 
 
-class Encoder:
-    """Encodes tasks; remembers what it found out about system prompts. May be used from any thread."""
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Request):
+    """A request that may run, with all that its answer needs."""
+
+    model: Model
+    turn: Sequence[Message]  # what it adds to its conversation
+    form: Grammar | None
+    relaxation: Relaxation | None  # None: strict
+    began: float  # time.perf_counter() of the call
+    deadline: float | None  # time.perf_counter()
+    ended: Ended | None = None  # while its images were read or its form was compiled: nothing of it runs
+    record: Callable[[Plan], None] | None = None  # takes its plan
+
+    def controls(self, pace: Pace, cancelled: Callable[[], bool]) -> Controls:
+        """Controls of a fresh run."""
+        controls = Controls(deadline=self.deadline, cancelled=cancelled, relaxation=self.relaxation, pace=pace)
+        tokenizer, options = self.model.tokenizer, self.options
+        if tokenizer is None:
+            return controls
+        controls = replace(controls, spell=tokenizer.token_bytes)
+        if self.form is not None:
+            form = constraint_of(self.form, options, self.prompt, tokenizer, controls)
+            controls = replace(controls, constraint=form)
+        if options.stops:
+            controls = replace(controls, ends=StopFinder(tokenizer, self.prompt, options.stops))
+        return controls
+
+
+class Preparer:
+    """Makes requests of tasks; remembers what it found out about system prompts. May be used from any thread."""
 
     def __init__(self, model: Model, room: Callable[[int, str], None] = lambda priority, caller: None) -> None:
         """``room`` raises QueueFullError where no request of this priority and caller would be queued now."""
         self._model, self._room = model, room
         self._probed: OrderedDict[str, tuple[int, ...]] = OrderedDict()
 
-    def prompt(self, task: Task, options: Options, began: float | None = None, shown: Shown | None = None) -> Prompt:
-        """The prompt of a task outside a session. ``began``: see :meth:`read`; ``shown``: the task, read already.
+    def prepare(
+        self,
+        task: Task,
+        options: Options,
+        began: float,
+        unwanted: Callable[[], bool] = lambda: False,
+        known: Conversation | None = None,
+    ) -> Prepared:
+        """The request of a task, the next turn of a conversation if one is ``known``.
 
-        Raises RequestError when it is of another kind, empty, or cannot be turned into ids.
+        ``began``: time.perf_counter() of its call, from which its deadline counts; ``unwanted``: whether nobody waits
+        for it any more. Raises RequestError and ContextError for what cannot run, QueueFullError while an image waits
+        for memory and there is no room in the queue.
         """
-        messages = as_messages(task)
-        if messages is None:
-            return Prompt(without_images(self._model, token_ids(task)))
-        tokenizer = self._model.need_tokenizer("give token ids instead of text")
-        if (text := _without_template(tokenizer, task, options)) is not None:
-            return Prompt(without_images(self._model, text), said=task if isinstance(task, str) else None)
-        shown = shown or self.read(messages, {}, options, began)
-        return replace(self.conversation(shown, options), ended=shown.ended)
-
-    def read(
-        self, messages: list[Message], known: Mapping[str, Picture], options: Options, began: float | None = None
-    ) -> Shown:
-        """:func:`read_images` of a request, for as long as it may wait and there is room in the queue for it.
-
-        ``began``: time.perf_counter() of its call, from which its deadline counts; None: now.
-        """
-        patience = _patience(options, time.perf_counter() if began is None else began)
+        model = self._model
+        patience = Patience(None if options.deadline is None else began + options.deadline, unwanted)
 
         def check() -> None:
             patience.check()
             self._room(options.priority, options.caller)
 
-        return read_images(self._model.images, messages, known, check)
+        ended: Ended | None = None
+        try:
+            prompt = self.prompt(task, options, known, check)
+        except Interrupted as interrupted:  # while its images were read
+            ended, prompt = interrupted.reason, self.prompt(without(as_messages(task) or []), options, known)
+        stop = model.ends_of_form() if options.constrained else model.stop_token_ids
+        keep = (prompt.shared,) if prompt.shared else ()
+        admitted = admit(model.backend.shape, prompt.ids, options, stop, keep, prompt.pictures)
+        if options.stops:
+            model.need_tokenizer("stop texts cannot be found; leave stop out")
+        form = None
+        if options.constrained and ended is None:
+            try:
+                form = form_of(options, model.need_tokenizer(_NO_FORM), stop, model.backend.shape.vocab_size, patience)
+            except Interrupted as interrupted:
+                ended = interrupted.reason
+        records = model.recorder is not None and not prompt.pictures and ended is None
+        return Prepared(
+            **vars(admitted),
+            model=model,
+            turn=prompt.turn,
+            form=form,
+            relaxation=None if options.relaxed is False else self._relaxation(options, prompt.ids),
+            began=began,
+            deadline=patience.deadline,
+            ended=ended,
+            record=model.recorder.of(prompt.said, options) if model.recorder is not None and records else None,
+        )
 
-    def conversation(self, shown: Shown, options: Options) -> Prompt:
-        """The prompt of a conversation. Raises as :meth:`prompt` does."""
-        tokenizer, placing = self._model.need_tokenizer("give token ids instead of text"), Placing.of(shown)
-        _without_template(tokenizer, placing.messages, options)
-        variables: dict[str, Any] = {"tools": options.tools, "enable_thinking": options.thinking}
-        pieces = render_conversation(tokenizer, placing.messages, **variables)
-        ids, placed = placing.encode(tokenizer, pieces, self._model.images)
-        return Prompt(ids, self._shared(tokenizer, placing.messages, ids, options), placed, shown.messages)
+    def prompt(
+        self,
+        task: Task,
+        options: Options,
+        known: Conversation | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Prompt:
+        """The prompt of a task, after the conversation if one is ``known``: that as it was generated if that can be.
 
-    def _shared(self, tokenizer: Tokenizer, messages: Sequence[Message], ids: tuple[int, ...], options: Options) -> int:
+        ``check`` is asked while images are read. Raises RequestError for a task of another kind, an empty one, and one
+        that cannot be turned into ids.
+        """
+        model, before = self._model, known or Conversation()
+        messages = as_messages(task)
+        ids = token_ids(task) if messages is None else self._without_template(task, options)
+        resumes = bool(before.tokens) and before.tools == tools_of(options)
+        if messages is None:
+            assert ids is not None
+            spelled = "" if known is None or model.tokenizer is None else model.tokenizer.decode(ids)
+            messages = [{"role": "user", "content": spelled}]
+        elif known is not None:
+            messages = [dict(message) if isinstance(message, Mapping) else message for message in messages]
+        if ids is not None and (resumes or not before.messages):
+            if model.images is not None and (token := model.images.vision.image_token_id) in ids:
+                raise RequestError(
+                    f"token {token} of the prompt stands for a row of an image; give messages with images"
+                )
+            if resumes:
+                return Prompt((*before.tokens, *ids), pictures=before.pictures, turn=messages)
+            return Prompt(ids, said=task if isinstance(task, str) else None, turn=messages)
+        pictures = {name_of(placed.picture): placed.picture for placed in before.pictures}
+        if sources_of(messages):
+            messages, read = read_images(model.images, messages, pictures, check)
+            pictures |= read
+        if resumes and (prompt := self._next_turn(before, messages, pictures, options)) is not None:
+            return prompt
+        return self._conversation(before.messages, messages, pictures, options)
+
+    def _without_template(self, task: Task | Sequence[Message], options: Options) -> tuple[int, ...] | None:
+        """Ids of a text that no chat template takes; None for a task that one does."""
+        tokenizer = self._model.need_tokenizer(_NO_TEXT)
+        if options.raw:
+            if not isinstance(task, str):
+                raise RequestError("raw is given with messages; give one text, or leave raw out")
+            return tokenizer.encode(task)
+        template = tokenizer.tool_template if options.tools else tokenizer.template
+        if not isinstance(task, str) or template is not None:
+            return None
+        if options.tools:
+            raise RequestError("this model has no chat template, which describes tools; leave tools out")
+        return tokenizer.encode_text(task)
+
+    def _conversation(
+        self, before: Sequence[Message], turn: list[Message], pictures: Mapping[str, Picture], options: Options
+    ) -> Prompt:
+        """The prompt of a whole conversation."""
+        said = [*before, *turn]
+        self._without_template(said, options)
+        messages, mark = marked(said)
+        pieces = self._rendered(messages, options)
+        ids, placed = self._encoded(pieces, mark, said, pictures)
+        return Prompt(ids, self._shared(messages, ids, options), placed, said, turn)
+
+    def _rendered(self, messages: Sequence[Message], options: Options) -> list[str]:
+        tokenizer = self._model.need_tokenizer(_NO_TEXT)
+        return render_conversation(tokenizer, messages, tools=options.tools, enable_thinking=options.thinking)
+
+    def _encoded(
+        self, pieces: Sequence[str], mark: str, said: Sequence[Message], pictures: Mapping[str, Picture], first: int = 0
+    ) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
+        """Ids of a template's pieces behind ``first`` tokens, and where the pictures that ``mark`` stands for are."""
+        tokenizer = self._model.need_tokenizer(_NO_TEXT)
+        if not mark or self._model.images is None:
+            return tokenizer.encode_pieces(pieces), ()
+        shown = [pictures[str(name)] for name in sources_of(said)]
+        return encode_shown(tokenizer, pieces, mark, shown, self._model.images.vision, first)
+
+    def _shared(self, messages: Sequence[Message], ids: tuple[int, ...], options: Options) -> int:
         """How many ids do not depend on what the user says: system messages and tools, and what frames them."""
         system = [message for message in messages if message.get("role") == "system"]
         if messages[: len(system)] != system or len(system) == len(messages) or not (system or options.tools):
@@ -131,6 +254,7 @@ class Encoder:
         key = json.dumps([system, options.tools, options.thinking], default=repr)
         if (probe := self._probed.get(key)) is None:
             other = [*system, {"role": "user", "content": _PROBE}]
+            tokenizer = self._model.need_tokenizer(_NO_TEXT)
             probe = encode_conversation(tokenizer, other, tools=options.tools, enable_thinking=options.thinking)
             self._probed[key] = probe
             while len(self._probed) > _KNOWN_PREFIXES:
@@ -138,74 +262,43 @@ class Encoder:
         pairs = enumerate(zip(ids, probe, strict=False))
         return next((at for at, (one, another) in pairs if one != another), 0)
 
+    def _next_turn(
+        self, before: Conversation, turn: list[Message], pictures: Mapping[str, Picture], options: Options
+    ) -> Prompt | None:
+        """The prompt of one more turn: the tokens as they are, and what the template writes from an answer to the next.
 
-def next_turn(
-    model: Model,
-    tokens: Sequence[int],
-    messages: Sequence[Message],
-    task: Task,
-    options: Options,
-    *,
-    thinking: bool,
-    shown: Shown | None = None,
-    placed: tuple[Placed, ...] = (),
-) -> Prompt | None:
-    """The prompt of one more turn: ``tokens`` as they are, and what the template writes between an answer and the next.
+        The conversation only grows: earlier answers stay as they were generated, thinking included, so nothing is
+        computed twice; a thinking span in which the last one was cut is closed here. None when the template does not
+        write answers as they are: then all has to be encoded anew.
+        """
+        tokenizer, tokens = self._model.need_tokenizer(_NO_TEXT), before.tokens
+        said = [*before.messages[:-1], {"role": "assistant", "content": _MARK}, *turn]
+        messages, mark = marked(said)
+        pieces = self._rendered(messages, options)
+        places = [at for at, piece in enumerate(pieces) if _MARK in piece]
+        if len(places) != 1 or pieces[places[0]].count(_MARK) != 1:
+            return None
+        after = [pieces[places[0]].partition(_MARK)[2], *pieces[places[0] + 1 :]]
+        ended = tokens[-1] in self._model.stop_token_ids
+        if ended and after[:2] == ["", tokenizer.token(tokens[-1])]:  # it is there already
+            after = after[2:]
+        if before.thinking and Markers.of(tokenizer).end_think is not None:
+            after = ["\n", "</think>", "\n\n" + after[0], *after[1:]]
+        ids, placed = self._encoded(after, mark, said, pictures, len(tokens))
+        whole = [*before.messages, *turn]
+        return Prompt((*tokens, *ids), pictures=(*before.pictures, *placed), said=whole, turn=turn)
 
-    The conversation only grows: earlier answers stay as they were generated, thinking included, so nothing is computed
-    twice. ``messages`` are those of ``tokens``, the answer last; ``thinking``: it was cut inside a thinking span, which
-    is closed here. ``shown``: the task's messages and all pictures; ``placed``: where those of ``tokens`` stand. None
-    when the template does not write answers as they are: then all has to be encoded anew.
-    """
-    new = as_messages(task)
-    if new is None:
-        return Prompt((*tokens, *without_images(model, token_ids(task))), pictures=placed)
-    tokenizer = model.need_tokenizer("give token ids instead of text")
-    if (text := _without_template(tokenizer, task, options)) is not None:
-        return Prompt((*tokens, *without_images(model, text)), pictures=placed)
-    shown = shown or Shown(new)
-    whole = [*messages[:-1], {"role": "assistant", "content": _MARK}, *shown.messages]
-    placing = Placing.of(Shown(whole, shown.pictures))
-    pieces = render_conversation(tokenizer, placing.messages, tools=options.tools, enable_thinking=options.thinking)
-    places = [at for at, piece in enumerate(pieces) if _MARK in piece]
-    if len(places) != 1 or pieces[places[0]].count(_MARK) != 1:
-        return None
-    after = [pieces[places[0]].partition(_MARK)[2], *pieces[places[0] + 1 :]]
-    if tokens[-1] in model.stop_token_ids and after[:2] == ["", tokenizer.token(tokens[-1])]:  # it is there already
-        after = after[2:]
-    if thinking and Markers.of(tokenizer).end_think is not None:
-        after = ["\n", "</think>", "\n\n" + after[0], *after[1:]]
-    ids, more = placing.encode(tokenizer, after, model.images, len(tokens))
-    return Prompt((*tokens, *ids), pictures=(*placed, *more), said=[*messages, *shown.messages])
+    def _relaxation(self, options: Options, prompt: Sequence[int]) -> Relaxation | None:
+        """The relaxation, where there is a thinking span for it: strict acceptance everywhere else."""
+        tokenizer = self._model.need_tokenizer("thinking cannot be told from the answer; leave relaxed out")
+        close = Markers.of(tokenizer).end_think
+        relaxation = Relaxation(() if close is None else (close,)) if options.relaxed is True else options.relaxed
+        return relaxation if relaxation and thinking_is_open(prompt, tokenizer) else None
 
 
-def without_images(model: Model, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Ids that nobody placed pictures among. Raises RequestError for placeholders."""
-    if model.images is not None and (token := model.images.vision.image_token_id) in ids:
-        raise RequestError(f"token {token} of the prompt stands for a row of an image; give messages with images")
-    return ids
-
-
-def _without_template(tokenizer: Tokenizer, task: Task, options: Options) -> tuple[int, ...] | None:
-    """Ids of a text that no chat template takes; None for a task that one does."""
-    if options.raw:
-        if not isinstance(task, str):
-            raise RequestError("raw is given with messages; give one text, or leave raw out")
-        return tokenizer.encode(task)
-    if not isinstance(task, str) or (tokenizer.tool_template if options.tools else tokenizer.template) is not None:
-        return None
-    if options.tools:
-        raise RequestError("this model has no chat template, which describes tools; leave tools out")
-    return tokenizer.encode_text(task)
-
-
-def as_said(model: Model, task: Task) -> list[Message]:
-    """The task as messages to remember; ids as their text."""
-    messages = as_messages(task)
-    if messages is None:
-        ids = token_ids(task)
-        return [{"role": "user", "content": "" if model.tokenizer is None else model.tokenizer.decode(ids)}]
-    return [dict(message) for message in messages]
+def tools_of(options: Options) -> str:
+    """The tools of a request, as a conversation remembers them."""
+    return json.dumps(options.tools or [], default=dict)
 
 
 def as_message(answer: Answer) -> Message:
@@ -216,153 +309,3 @@ def as_message(answer: Answer) -> Message:
     if answer.tool_calls:
         message["tool_calls"] = [call.openai() for call in answer.tool_calls]
     return message
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared(Request):
-    """A request that may run, with all that its answer needs."""
-
-    model: Model
-    form: Grammar | None
-    relaxation: Relaxation | None  # None: strict
-    began: float  # time.perf_counter() of the call
-    deadline: float | None  # time.perf_counter()
-    ended: Ended | None = None  # while its images were read or its form was compiled: nothing of it runs
-    record: Callable[[Plan], None] | None = None  # takes its plan
-
-    def finished(self, plan: Plan) -> Plan:
-        """The plan, after the recorder has seen it."""
-        if self.record is not None:
-            self.record(plan)
-        return plan
-
-    def controls(self, pace: Pace, cancelled: Callable[[], bool]) -> Controls:
-        """Controls of a fresh run."""
-        controls = Controls(deadline=self.deadline, cancelled=cancelled, relaxation=self.relaxation, pace=pace)
-        tokenizer, stops = self.model.tokenizer, self.options.stops
-        if tokenizer is None:
-            return controls
-        controls = replace(controls, constraint=self._constraint(controls, tokenizer), spell=tokenizer.token_bytes)
-        return replace(controls, ends=StopFinder(tokenizer, self.prompt, stops)) if stops else controls
-
-    def _constraint(self, patience: Patience, tokenizer: Tokenizer) -> Constraint | None:
-        if self.form is None:
-            return None
-        markers, thinking = Markers.of(tokenizer), thinking_is_open(self.prompt, tokenizer)
-        if self.options.strict_calls:
-            assert markers.tool_call is not None
-            assert markers.end_tool_call is not None
-            ends = (markers.think, markers.end_think)
-            return InCalls(
-                partial(self.form.constraint, patience),
-                markers.tool_call,
-                markers.end_tool_call,
-                None if ends[0] is None or ends[1] is None else (ends[0], ends[1]),
-                thinking=thinking,
-            )
-        inner = self.form.constraint(patience)
-        if not thinking:
-            return inner
-        close = markers.end_think
-        return AfterThinking(
-            inner,
-            () if close is None else (close,),
-            self.form.vocab_size,
-            then=tokenizer.encode(_BEFORE_ANSWER),
-            stop_token_ids=self.form.stop_token_ids,
-        )
-
-
-def prepare(model: Model, options: Options, prompt: Prompt, began: float) -> Prepared:
-    """Check a request, and compile its form. Raises RequestError and ContextError for what cannot run."""
-    stop = ends_of_form(model) if options.constrained else model.stop_token_ids
-    keep = (prompt.shared,) if prompt.shared else ()
-    admitted = admit(model.backend.shape, prompt.ids, options, stop, keep, prompt.pictures)
-    if options.stops:
-        model.need_tokenizer("stop texts cannot be found; leave stop out")
-    patience = _patience(options, began)
-    form, ended = None, prompt.ended
-    try:
-        form = None if ended else _form(model, options, stop, patience)
-    except Interrupted as interrupted:
-        ended = interrupted.reason
-    relaxation = _relaxation(model, options, prompt.ids)
-    record = None if model.recorder is None or prompt.pictures or ended else model.recorder.of(prompt.said, options)
-    made: dict[str, Any] = {"form": form, "relaxation": relaxation, "record": record, "ended": ended}
-    return Prepared(**vars(admitted), **made, model=model, began=began, deadline=patience.deadline)
-
-
-def _patience(options: Options, began: float) -> Patience:
-    """How long the caller waits for a request that began then, while it is prepared."""
-    return Patience(None if options.deadline is None else began + options.deadline, UNWANTED.get())
-
-
-def ends_of_form(model: Model) -> tuple[int, ...]:
-    """The stop tokens that no text is written with: a comma that ends other answers is a comma inside a form."""
-    tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
-    stop = tuple(token for token in model.stop_token_ids if not tokenizer.is_ordinary(token))
-    if not stop:
-        found = f"; its stop tokens {list(model.stop_token_ids)} are ordinary text" if model.stop_token_ids else ""
-        raise RequestError(
-            f"this model has no end-of-text token, which a form needs{found}; leave schema, regex, grammar out"
-        )
-    return stop
-
-
-def _form(model: Model, options: Options, stop: tuple[int, ...], patience: Patience) -> Grammar | None:
-    """``stop`` ends the form."""
-    if not options.constrained:
-        return None
-    tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
-    size = model.backend.shape.vocab_size
-    if options.tools and options.grammar is None:
-        try:
-            source = Source("calls", _calls(options, options.tools, tokenizer), options.whitespace, size)
-            return compile_form(source, tokenizer, stop, patience, options.caller)
-        except RequestError as error:
-            raise _beside(options, error) from None
-    if options.regex is not None:
-        source = Source("regex", options.regex, False, size)
-    elif options.grammar is not None:
-        source = Source("grammar", options.grammar, options.whitespace, size)
-    else:
-        source = Source("schema", schema_json(options.schema), options.whitespace, size)
-    return compile_form(source, tokenizer, stop, patience, options.caller)
-
-
-def _calls(options: Options, tools: Sequence[Tool], tokenizer: Tokenizer) -> str:
-    """The form of an answer that is a call, or may be one or hold some."""
-    try:
-        dialect = dialect_of(tokenizer)
-    except RequestError as error:
-        if options.forced_tools:
-            raise
-        raise RequestError(str(error).rpartition(";")[0]) from None  # its remedy is that of a forced call
-    if forced := options.forced_tools:
-        calls = Calls.of("forced", forced, dialect)
-    elif options.regex is not None:
-        calls = Calls.of("beside", tools, dialect, AnswerForm("regex", options.regex))
-    elif options.schema is not None:
-        calls = Calls.of("beside", tools, dialect, AnswerForm("schema", schema_json(options.schema)))
-    else:
-        calls = Calls.of("strict", tools, dialect)
-    return calls.to_json()
-
-
-def _beside(options: Options, error: RequestError) -> RequestError:
-    """The error, with what else there is to leave out."""
-    if options.forced_tools:
-        return error
-    what = "regex" if options.regex is not None else "schema" if options.schema is not None else "strict"
-    remedy = "leave strict out" if what == "strict" else f"leave tools or {what} out, or give tool_choice none"
-    return RequestError(f"{what} and tools are given: {error}; {remedy}")
-
-
-def _relaxation(model: Model, options: Options, prompt: Sequence[int]) -> Relaxation | None:
-    """The relaxation, where there is a thinking span for it: strict acceptance everywhere else."""
-    if options.relaxed is False:
-        return None
-    tokenizer = model.need_tokenizer("thinking cannot be told from the answer; leave relaxed out")
-    close = Markers.of(tokenizer).end_think
-    relaxation = Relaxation(() if close is None else (close,)) if options.relaxed is True else options.relaxed
-    return relaxation if thinking_is_open(prompt, tokenizer) else None

@@ -16,7 +16,7 @@ from edge_dflash.common import rules
 from edge_dflash.common.rules import FLAG, Rule
 from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.pictures.decode import DEFAULT_LIMITS
-from edge_dflash.runner.looking import MOST_IMAGES
+from edge_dflash.runner.images import MOST_IMAGES
 from edge_dflash.runner.recording import LEAST, Recording
 
 S = TypeVar("S", bound="EngineSettings")

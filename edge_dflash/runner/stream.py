@@ -1,154 +1,181 @@
-"""The text of an answer as its tokens come: taken apart, and cut before a stop text.
+"""A request for whoever waits for it: its increments as they come, its plan, and the way to cancel it.
 
-Two walkers over the same tokens. :class:`StopFinder` is asked before tokens are committed, so that the last one is the
-one that completes a stop text; :class:`AnswerText` gives the text to the caller and holds back what may become a stop
-text. Stop texts are looked for in the answer, not in thinking or tool calls.
+Used from any thread and from any asyncio loop, and filled by one thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import replace
-from typing import Any, Protocol
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
-from edge_dflash.decode.loop import Step
-from edge_dflash.errors import RequestCancelledError, RequestError
+from edge_dflash.errors import RequestError
 from edge_dflash.result import Increment, Plan
-from edge_dflash.runner.ticket import Ticket
-from edge_dflash.text.chat import Answer, AnswerStream, Markers, thinking_is_open
-from edge_dflash.text.tokenizer import Detokenizer, Tokenizer
-from edge_dflash.text.tool_calls import Tool
 
-UNWANTED: ContextVar[Callable[[], bool]] = ContextVar("UNWANTED", default=lambda: False)
-"""Whether who asks has gone: set around a call that prepares a request on another thread."""
+T = TypeVar("T")
+Unwanted: TypeAlias = Callable[[], bool]
+"""Whether who asks has gone, asked while a request is prepared."""
 
 
-class StopFinder:
-    """Finds the token that completes a stop text. Called with all tokens of an answer, in order."""
+class Ticket(Generic[T]):
+    """What a request gives: its increments, then its plan or its error.
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        markers = Markers.of(tokenizer)
-        self._opens = {markers.think: markers.end_think, markers.tool_call: markers.end_tool_call}
-        self._tokenizer = tokenizer
-        self._stops = stops
-        self._reach = max(map(len, stops)) - 1  # characters that may belong to a stop text's beginning
-        self._until = markers.end_think if thinking_is_open(prompt, tokenizer) else None  # inside a span: its end
-        self._begin(trim=False)
-
-    def __call__(self, tokens: Sequence[int]) -> int | None:
-        """How many of the tokens belong to the answer when it ends with them; None when it goes on."""
-        for index, token in enumerate(tokens):
-            if self._completes(token):
-                return index + 1
-        return None
-
-    def _begin(self, *, trim: bool) -> None:
-        self._detokenizer, self._tail, self._trim = Detokenizer(self._tokenizer.decode), "", trim
-
-    def _completes(self, token: int) -> bool:
-        if self._until is not None:
-            if token == self._until:
-                self._until = None
-                self._begin(trim=True)  # newlines after a span belong to the template
-            return False
-        if (until := self._opens.get(token)) is not None:
-            self._until = until
-            return False
-        text = self._detokenizer.add([token])
-        if self._trim:
-            text = text.lstrip("\n")
-            self._trim = not text
-        seen = self._tail + text
-        self._tail = seen[-self._reach :] if self._reach else ""
-        return any(stop in seen for stop in self._stops)
-
-
-class AnswerText:
-    """The pieces of an answer; joined, they are the whole. ``stops`` are cut off with what follows."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        stop_token_ids: Sequence[int],
-        tools: Sequence[Tool] | None,
-        stops: Sequence[str],
-    ) -> None:
-        self._stream = AnswerStream(tokenizer, prompt, stop_token_ids=stop_token_ids, tools=tools)
-        self._stops = stops
-        self._held = ""  # the beginning of a stop text, perhaps
-        self._cut = False
-
-    @property
-    def thinking(self) -> bool:
-        """Whether the answer stands inside a thinking span."""
-        return self._stream.thinking
-
-    def add(self, tokens: Sequence[int]) -> Answer:
-        """Take tokens and return what is certain now."""
-        return self._before_stop(self._stream.add(tokens), last=False)
-
-    def finish(self) -> Answer:
-        """Return what is left when no more tokens come."""
-        return self._before_stop(self._stream.finish(), last=True)
-
-    def _before_stop(self, piece: Answer, *, last: bool) -> Answer:
-        if self._cut or not self._stops:
-            return replace(piece, content="") if self._cut else piece
-        text = self._held + piece.content
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        self._cut = bool(found)
-        held = 0 if last or found else max(_overlap(text, stop) for stop in self._stops)
-        certain = min(found) if found else len(text) - held
-        self._held = "" if found else text[certain:]
-        return replace(piece, content=text[:certain])
-
-
-class Reader:
-    """Increments of the steps of an answer, in order, and the answer that they make. ``text`` None: tokens only.
-
-    Text is made where it is read, and at the end for the plan: a cycle does not wait for it.
+    Every loop over a ticket sees all increments from the first, and ends with the request's error if it has one. In
+    asyncio nothing here blocks the loop, and cancelling a task that waits for a ticket cancels the request.
     """
 
-    def __init__(self, text: AnswerText | None) -> None:
-        self._text = text
-        self.answer = Answer()
+    def __init__(self, name: str = "the request", cancel: Callable[[], object] = lambda: None) -> None:
+        """``name`` is how messages call the request; ``cancel`` asks it to end."""
+        self.cancel = cancel
+        self.thread: threading.Thread | None = None  # that fills it, on which nothing may wait for it
+        self.state: Literal["queued", "running", "done", "failed"] = "queued"
+        self._name = name
+        self._changed = threading.Condition()
+        self._ended = threading.Event()  # who waits for the end is not woken for every increment
+        self._increments: list[T] = []
+        self._plan: Plan | None = None
+        self._error: BaseException | None = None
+        self._wakers: list[Callable[[], object]] = []
 
     @property
-    def thinking(self) -> bool:
-        """Whether the answer stands inside a thinking span."""
-        return self._text is not None and self._text.thinking
+    def done(self) -> bool:
+        """Whether it has ended, with a plan or with an error."""
+        return self._ended.is_set()
 
-    def __call__(self, step: Step) -> Increment:
-        """The increment of the next step."""
-        if self._text is None:
-            return Increment(None, step.tokens, logprobs=step.logprobs)
-        piece = self._text.add(step.tokens)
-        if step.finish_reason is not None:
-            piece += self._text.finish()
-        self.answer += piece
-        return Increment(piece.content, step.tokens, piece.thinking, piece.tool_calls, step.logprobs)
+    @property
+    def here(self) -> bool:
+        """Whether this is the thread that fills it."""
+        return self.thread is threading.current_thread()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end. Raises TimeoutError after ``timeout`` seconds, RequestError on the thread that fills it."""
+        self._refuse_own_thread()
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"{self._name} is {self.state} after {timeout} s; wait longer, or cancel it")
+
+    def result(self, timeout: float | None = None) -> Plan:
+        """Wait for the end and return the plan; raises the request's error, and as :meth:`wait` does."""
+        self.wait(timeout)
+        return self._outcome()
+
+    async def finished(self) -> Plan:
+        """:meth:`result` for asyncio."""
+        await self._wait_beyond(None)
+        return self._outcome()
+
+    def __iter__(self) -> Iterator[T]:
+        seen = 0
+        while True:
+            self._refuse_own_thread()
+            with self._changed:
+                self._changed.wait_for(partial(self._beyond, seen))
+                new = self._increments[seen:]
+            yield from new
+            seen += len(new)
+            if not new:
+                self._outcome()
+                return
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        seen = 0
+        while True:
+            await self._wait_beyond(seen)
+            new = self._increments[seen:]
+            for increment in new:
+                yield increment
+            seen += len(new)
+            if not new:
+                self._outcome()
+                return
+
+    def _refuse_own_thread(self) -> None:
+        """Raise RequestError where who waits is who would have to go on."""
+        if self.here and not self.done:
+            raise RequestError(
+                f"{self._name} is waited for on the engine's own thread, as by an observer; wait on another thread"
+            )
+
+    async def _wait_beyond(self, seen: int | None) -> None:
+        """Wait in the running loop for more than ``seen`` increments (None: however many) or the end."""
+        self._refuse_own_thread()
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            if self._beyond(seen):
+                loop.call_soon_threadsafe(event.set)
+
+        with self._changed:
+            if self._beyond(seen):
+                return
+            self._wakers.append(wake)
+        try:
+            await event.wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        finally:
+            with self._changed:
+                self._wakers.remove(wake)
+
+    def _beyond(self, seen: int | None) -> bool:
+        return self.done or (seen is not None and len(self._increments) > seen)
+
+    def _outcome(self) -> Plan:
+        if self._error is not None:
+            raise self._error
+        assert self._plan is not None
+        return self._plan
+
+    # for who fills it -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """The request runs."""
+        self.state = "running"
+
+    def add(self, increment: T) -> None:
+        """More of it is final."""
+        with self._changed:
+            self._increments.append(increment)
+            self._wake()
+
+    def succeed(self, plan: Plan) -> None:
+        """It has ended."""
+        self._end("done", plan, None)
+
+    def fail(self, error: BaseException) -> None:
+        """An error ended it."""
+        self._end("failed", None, error)
+
+    def _end(self, state: Literal["done", "failed"], plan: Plan | None, error: BaseException | None) -> None:
+        with self._changed:
+            self.state, self._plan, self._error = state, plan, error
+            self._ended.set()
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        for wake in self._wakers:
+            try:
+                wake()
+            except RuntimeError:  # its loop was closed: nobody waits there any more
+                continue
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of ``text`` that ``stop`` begins with."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-class StreamedRequest(Protocol):
-    """The request behind a stream's ticket."""
+class Streamed(Protocol):
+    """The request of a stream."""
 
     cancelled: bool  # set by any thread: end at the next commit
 
-    def unstarted(self) -> Plan:
-        """The plan of a request that ended before it began."""
-        ...
+    @property
+    def ticket(self) -> Ticket[Any]:
+        """What it gives."""
 
     def reader(self) -> Callable[[Any], Increment]:
         """Makes increments of what the ticket gives, in order."""
-        ...
 
 
 class PlanStream(Iterator[Increment]):
@@ -158,21 +185,16 @@ class PlanStream(Iterator[Increment]):
     Leaving the ``with`` block (or :meth:`close`) before the end cancels the request, and so does dropping the stream.
     """
 
-    def __init__(self, job: StreamedRequest, ticket: Ticket[Any, Plan], owner: object) -> None:
-        """Read the ticket of a job; ``owner`` is kept alive meanwhile. Made by Planner.stream."""
-        self._job = job
-        self._ticket = ticket
-        self._owner = owner
-        self._increments = map(job.reader(), ticket)
+    def __init__(self, job: Streamed, owner: object) -> None:
+        """Read what a job gives; ``owner`` is kept alive meanwhile. Made by Planner.stream."""
+        self._job, self._ticket, self._owner = job, job.ticket, owner
+        self._increments = map(job.reader(), job.ticket)
         self._closed = False
 
     def __next__(self) -> Increment:
         if self._closed:
             raise StopIteration
-        try:
-            return next(self._increments)
-        except RequestCancelledError:  # it never ran
-            raise StopIteration from None
+        return next(self._increments)
 
     def __enter__(self) -> PlanStream:
         return self
@@ -199,19 +221,16 @@ class PlanStream(Iterator[Increment]):
         self._closed = True
         self.cancel()
         if not self._ticket.here:
-            self._ticket.exception()
+            self._ticket.wait()
 
     @property
     def plan(self) -> Plan:
         """The whole plan; waits for its end. Raises the request's error if it has one."""
-        return self.result()
+        return self._ticket.result()
 
     def result(self, timeout: float | None = None) -> Plan:
         """:attr:`plan`, waited for at most ``timeout`` seconds; then TimeoutError, and the request goes on."""
-        try:
-            return self._ticket.result(timeout)
-        except RequestCancelledError:
-            return self._job.unstarted()
+        return self._ticket.result(timeout)
 
 
 class AsyncPlanStream(AsyncIterator[Increment]):
@@ -224,17 +243,19 @@ class AsyncPlanStream(AsyncIterator[Increment]):
         """``begin`` prepares and queues the request, on another thread. Made by Planner.astream."""
         self._begin = begin
         self._stream: PlanStream | None = None
-        self._read: Callable[[Any], Increment] | None = None
+        self._increments: AsyncIterator[Increment] | None = None
         self._cancelled = False
 
     async def __anext__(self) -> Increment:
-        stream = await self._started()
-        if self._read is None:
-            self._read, self._given = stream._job.reader(), aiter(stream._ticket)
-        try:
-            return self._read(await anext(self._given))
-        except RequestCancelledError:  # it never ran
-            raise StopAsyncIteration from None
+        if self._increments is None:
+            self._increments = self._read(await self._started())
+        return await anext(self._increments)
+
+    @staticmethod
+    async def _read(stream: PlanStream) -> AsyncIterator[Increment]:
+        read = stream._job.reader()
+        async for given in stream._ticket:
+            yield read(given)
 
     async def __aenter__(self) -> AsyncPlanStream:
         await self._started()
@@ -267,11 +288,7 @@ class AsyncPlanStream(AsyncIterator[Increment]):
 
     async def result(self) -> Plan:
         """The whole plan. Raises the request's error if it has one."""
-        stream = await self._started()
-        try:
-            return await stream._ticket
-        except RequestCancelledError:
-            return stream._job.unstarted()
+        return await (await self._started())._ticket.finished()
 
     @property
     def plan(self) -> Plan:
@@ -281,21 +298,55 @@ class AsyncPlanStream(AsyncIterator[Increment]):
         return self._stream.plan
 
     def _attach(self, stream: PlanStream) -> None:
-        """Another one's ``await`` began it, too. Called on any thread."""
+        """The request was queued. Called on any thread."""
         self._stream = stream
         if self._cancelled:
             stream.cancel()
 
     async def _started(self) -> PlanStream:
         if self._stream is None:
-            context = UNWANTED.set(lambda: self._cancelled)
             try:
-                self._stream = await asyncio.to_thread(self._begin)
+                return await asyncio.to_thread(self._begin)  # which attaches it
             except asyncio.CancelledError:
                 self._cancelled = True
                 raise
-            finally:
-                UNWANTED.reset(context)
-            if self._cancelled:
-                self._stream.cancel()
         return self._stream
+
+
+def apart(begin: Callable[[Unwanted], Sequence[PlanStream]], count: int) -> tuple[AsyncPlanStream, ...]:
+    """Streams for asyncio that begin together, on a thread, with the first ``await`` of one of them."""
+    shared = _Shared(begin)
+    shared.streams = tuple(AsyncPlanStream(partial(shared.take, index)) for index in range(count))
+    return shared.streams
+
+
+class _Shared:
+    """One call that gives each of several streams what it reads."""
+
+    def __init__(self, begin: Callable[[Unwanted], Sequence[PlanStream]]) -> None:
+        self.streams: tuple[AsyncPlanStream, ...] = ()
+        self._begin, self._lock = begin, threading.Lock()
+        self._begun: Sequence[PlanStream] = ()
+        self._error: Exception | None = None
+
+    def take(self, index: int) -> PlanStream:
+        """The stream of this index; the first call begins all."""
+        with self._lock:
+            if self._error is not None:
+                raise another(self._error)
+            if not self._begun:
+                try:
+                    self._begun = self._begin(lambda: all(stream.cancelled for stream in self.streams))
+                except Exception as error:
+                    self._error = error
+                    raise
+                for stream, begun in zip(self.streams, self._begun, strict=True):
+                    stream._attach(begun)
+            return self._begun[index]
+
+
+def another(error: BaseException) -> BaseException:
+    """An error like this one, for one more request that it ends: threads share no traceback."""
+    with suppress(Exception):
+        return copy.copy(error)
+    return error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -18,8 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from edge_dflash.board.state import BoardState
 from edge_dflash.errors import ContextError, EdgeDflashError
 from edge_dflash.result import Increment, Plan
-from edge_dflash.runner.planning import apart
-from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
+from edge_dflash.runner.stream import AsyncPlanStream, PlanStream, Unwanted, apart
 from edge_dflash.serve import bodies
 from edge_dflash.serve.calls import Call, chat_call, check_results, completion_call
 from edge_dflash.serve.errors import Refusal, dump, json_response
@@ -64,7 +63,7 @@ class Running:
         self.streams = apart(self._begin, call.distinct)
         service.streams.update(self.streams)
 
-    def _begin(self) -> tuple[PlanStream, ...]:
+    def _begin(self, unwanted: Unwanted) -> tuple[PlanStream, ...]:
         """Hand the request to the planner. On a thread: opening a session may wait for the engine."""
         call, planner, session = self.call, self._planner, None
         if call.session is not None:
@@ -83,17 +82,14 @@ class Running:
         options["caller"] = f"{self._account}/{caller}" if caller else self._account
         if (seconds := options.get("deadline", self._service.config.timeouts.deadline or None)) is not None:
             options["deadline"] = max(0.0, self._arrived + seconds - time.perf_counter())
-        ask: Callable[..., Any] = partial(planner.stream, task, session=session)
-        if (count := len(self.streams)) > 1:
-            ask = partial(planner.streams, task, count)
+        ask = partial(planner.streams, task, len(self.streams), session=session, unwanted=unwanted)
         try:
-            made = ask(**options)
+            return ask(**options)
         except ContextError:
             if not call.budget_is_default or options["max_new_tokens"] is None:
                 raise
             options["max_new_tokens"] = None
-            made = ask(**options)
-        return made if count > 1 else (made,)
+            return ask(**options)
 
     async def watch(self, receive: Receive) -> None:
         """End the request when its client leaves."""

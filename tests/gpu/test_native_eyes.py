@@ -32,8 +32,8 @@ from edge_dflash.demo.seeing import EYES, PICTURED, messages, picture
 from edge_dflash.demo.tasks import HELDOUT, check_plan, task_from_json
 from edge_dflash.pictures.picture import picture_of
 from edge_dflash.planner import Planner
-from edge_dflash.runner.looking import ImageReader
-from edge_dflash.runner.request import Encoder, Model
+from edge_dflash.runner.images import ImageReader
+from edge_dflash.runner.request import Model, Preparer
 from edge_dflash.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -100,7 +100,7 @@ def shown(*parts):
 
 def said(*parts):
     """The prompt of :func:`shown`."""
-    prompt = Encoder(Model(backend(), words(), (), ImageReader(vision()))).prompt(shown(*parts), Options())
+    prompt = Preparer(Model(backend(), words(), (), ImageReader(vision()))).prompt(shown(*parts), Options())
     assert len(prompt.pictures) == sum(not isinstance(part, str) for part in parts)
     return Pictured(prompt.ids, prompt.pictures)
 

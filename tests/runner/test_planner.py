@@ -294,7 +294,7 @@ def test_closing_releases_the_backend_and_ends_what_runs():
 def test_a_planner_that_is_dropped_ends_its_worker():
     planner = Planner(FakeBackend(), None)
     planner.plan(PROMPT, max_new_tokens=2)
-    worker = planner._engine._worker
+    worker = planner._engine._thread
     del planner
     gc.collect()
     worker.join(60)
@@ -309,7 +309,7 @@ def test_a_dropped_stream_ends_its_request():
     del stream
     gate.open.set()
     assert planner.plan(PROMPT, max_new_tokens=2).finish_reason == "length"
-    assert job.unstarted().finish_reason == "cancelled"
+    assert job.ticket.result().finish_reason == "cancelled"
     assert gate.backend.passes.count("verify") <= 2
 
 

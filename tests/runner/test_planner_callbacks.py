@@ -165,7 +165,7 @@ def read_there(planner, session):
 
 
 def await_there(planner, session):
-    asyncio.run(planner.stream((7,), max_new_tokens=2)._ticket._finished())
+    asyncio.run(planner.stream((7,), max_new_tokens=2)._ticket.finished())
 
 
 def fork_there(planner, session):
@@ -222,7 +222,7 @@ def test_a_stream_that_an_observer_closes_is_cancelled_and_not_waited_for(loop):
 def test_a_session_that_another_thread_uses_is_let_go_by_it_when_an_observer_closes_it():
     def close():
         thread.start()
-        while not planner._engine.waiting:  # the fork, which waits for this thread
+        while not planner._engine._calls:  # the fork, which waits for this thread
             time.sleep(0.001)
         session.close()
 

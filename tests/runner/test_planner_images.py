@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -112,7 +113,9 @@ def test_a_conversation_remembers_its_images(planner, tmp_path):
 def test_a_conversation_is_encoded_anew_with_its_images(planner):
     with planner.session() as session:
         session.plan(shown(FRAME, "What?"), max_new_tokens=4)
-        session._tools = "others"  # as if the conversation had begun with other tools: all of it is encoded again
+        session._known = replace(
+            session._known, tools="others"
+        )  # as if the conversation had begun with other tools: all of it is encoded again
         session.plan(shown(OTHER, "Now?"), max_new_tokens=4)
         assert session.tokens.count(510) == 12
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
 from contextlib import suppress
+from functools import partial
+from itertools import pairwise
 
 import pytest
 from golden_pairs import ENGINE, backend, golden
@@ -15,10 +18,10 @@ from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import BackendError, QueueFullError, RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.runner.job import Work
-from edge_dflash.runner.turns import Share, turn_of
 
 NAME = "qwen3_5"
+LONG = tuple(golden(NAME)["p1.prompt"].tolist()) * 2
+SECONDS = 60.0
 
 
 def prompt_of(number):
@@ -27,17 +30,21 @@ def prompt_of(number):
 
 
 class Watched(Delegate):
-    """Counts the lanes of each joint cycle; the first one waits for ``go``."""
+    """Writes down its passes; those of a kind that ``stops`` holds for wait for ``go``."""
 
     def __init__(self, lanes, chunk=16):
         super().__init__(backend(NAME, ENGINE, prefill_chunk=chunk, lanes=lanes))
-        self.together, self.began, self.go, self.log = [], threading.Event(), threading.Event(), []
-        self.go.set()
+        self.stops = lambda kind: False
+        self.together, self.stood, self.go, self.log = [], threading.Event(), threading.Event(), []
+
+    def _pass(self, kind, lane):
+        if self.stops(kind):
+            self.stood.set()
+            assert self.go.wait(SECONDS)
+        self.log.append((kind, lane))
 
     def cycle(self, asked):
-        self.began.set()
-        assert self.go.wait(60)
-        self.log.append(("cycle", asked.lane))
+        self._pass("cycle", asked.lane)
         return self._backend.cycle(asked)
 
     def cycles(self, asked):
@@ -45,8 +52,31 @@ class Watched(Delegate):
         return super().cycles(asked)
 
     def prefill(self, ids, lane=0, sight=None):
-        self.log.append(("prefill", lane))
+        self._pass("prefill", lane)
         return self._backend.prefill(ids, lane, sight)
+
+    def stop_at(self, kind):
+        """The next pass of this kind waits, until ``release``."""
+        self.stops = lambda one: one == kind
+
+    def release(self):
+        self.stops = lambda kind: False
+        self.go.set()
+
+
+def until(done):
+    end = time.monotonic() + SECONDS
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def held(watched, planner, **options):
+    """A stream that decodes plainly, and waits in its first cycle."""
+    watched.stop_at("cycle")
+    stream = planner.stream([1, 2, 3], max_new_tokens=60, speculative=False, **options)
+    assert watched.stood.wait(SECONDS)
+    return stream
 
 
 def truth(number, **options):
@@ -99,26 +129,26 @@ def test_callers_that_come_and_go_differ_in_nothing():
 
 def test_an_urgent_request_takes_a_lane_away_and_gives_it_back():
     watched, wanted = Watched(2), truth(5, max_new_tokens=4)
-    watched.go.clear()
+    watched.stop_at("cycle")
     with Planner(watched, None) as planner:
         slow = [planner.stream(prompt_of(n), max_new_tokens=40, speculative=False) for n in range(2)]
-        assert watched.began.wait(60)
+        assert watched.stood.wait(SECONDS)
         urgent = planner.stream(prompt_of(5), max_new_tokens=4, priority=5)
-        watched.go.set()
+        watched.release()
         assert urgent.plan.tokens == wanted
-        assert not any(stream._job.ticket.done for stream in slow)
+        assert not any(stream._ticket.done for stream in slow)
         assert [stream.plan.tokens for stream in slow] == [truth(n, max_new_tokens=40) for n in range(2)]
 
 
 def test_between_two_cycles_runs_one_chunk_of_a_newcomer_at_most():
     watched = Watched(2, chunk=2)
-    watched.go.clear()
+    watched.stop_at("cycle")
     with Planner(watched, None, prompt_share=1.0) as planner:
         first = planner.stream(prompt_of(0), max_new_tokens=60, speculative=False)
-        assert watched.began.wait(60)
+        assert watched.stood.wait(SECONDS)
         began = len(watched.log)
         second = planner.stream(prompt_of(4), max_new_tokens=2)
-        watched.go.set()
+        watched.release()
         assert (second.plan.tokens, first.plan.tokens) == (
             truth(4, max_new_tokens=2),
             truth(0, max_new_tokens=60, speculative=False),
@@ -126,30 +156,6 @@ def test_between_two_cycles_runs_one_chunk_of_a_newcomer_at_most():
     kinds = [kind for kind, lane in watched.log[began:] if (kind, lane) != ("cycle", 1)]
     assert kinds.count("prefill") == -(-len(prompt_of(4)) // 2)
     assert "prefill prefill" not in " ".join(kinds)
-
-
-def test_prompts_have_their_share_of_the_time():
-    share = Share(0.25)
-    share.took(2.0, 1.0)
-    for _ in range(5):
-        assert not share.open
-        share.took(0.0, 1.0)
-    share.took(0.0, 1.5)
-    assert share.open
-    share.took(0.0, 0.001)  # what a turn takes besides is nobody's
-    assert share.open
-    whole = Share(1.0)
-    whole.took(9.0, 0.1)
-    assert whole.open
-
-
-def test_what_is_over_ends_before_anything_else_runs():
-    works = [Work(lambda: iter(()), priority=rank) for rank in (0, 5, 0)]
-    for work in works:
-        work.alone, work.interruptible = False, True
-    assert turn_of(works, 2, 8, Share(1.0)).works == (works[1], works[0])
-    works[2].over = True
-    assert turn_of(works, 2, 8, Share(1.0)).works == (works[2],)
 
 
 def test_one_that_fails_in_a_joint_pass_fails_alone_and_a_lost_pass_fails_all_of_it():
@@ -163,12 +169,12 @@ def test_one_that_fails_in_a_joint_pass_fails_alone_and_a_lost_pass_fails_all_of
             return super().cycles(asked)
 
     failing = Failing(2)
-    failing.go.clear()
+    failing.stop_at("cycle")
     with Planner(failing, None) as planner:
         streams = [planner.stream(prompt_of(n), max_new_tokens=20, speculative=False) for n in range(2)]
-        assert failing.began.wait(60)
+        assert failing.stood.wait(SECONDS)
         failing.fail = True
-        failing.go.set()
+        failing.release()
         errors = []
         for stream in streams:
             with pytest.raises(BackendError, match="the pass was lost") as caught:
@@ -205,4 +211,168 @@ def test_a_planner_that_is_closed_ends_all_that_run():
     next(streams[0])
     planner.close()
     assert time.perf_counter() - began < 30
-    assert all(stream._job.ticket.done for stream in streams)
+    assert all(stream._ticket.done for stream in streams)
+
+
+def test_a_long_prompt_goes_on_while_short_ones_come():
+    stop, answered = threading.Event(), []
+
+    def short(number):
+        while not stop.is_set():
+            with suppress(QueueFullError):
+                answered.append(planner.plan([1, 2, 3], max_new_tokens=1, caller=f"short {number}"))
+
+    with Planner(Watched(2, chunk=4), None, prompt_share=1.0, queue=64) as planner:
+        threads = [threading.Thread(target=short, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(answered) > 4)
+        before = len(answered)
+        assert planner.stream(LONG, max_new_tokens=2, caller="long").result(SECONDS)
+        made = len(answered) - before
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert made < 4 * len(LONG) // 4  # about as many as the long one has chunks
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_a_prompt_that_waits_for_its_share_ends_in_time_or_gives_its_lane_to_an_urgent_one(urgent):
+    watched = Watched(2, chunk=4)
+    with Planner(watched, None) as planner:
+        first = held(watched, planner, priority=5)
+        planner._engine._owe(1e6, 0.0)  # no prompt that is not urgent has a step
+        second = planner.stream(LONG, max_new_tokens=2)
+        watched.release()
+        until(lambda: second._ticket.state == "running")
+        if urgent:
+            assert planner.stream([3, 4], max_new_tokens=2, priority=9).result(SECONDS).tokens
+        second.cancel()
+        assert second.result(SECONDS).finish_reason == "cancelled"
+        assert not first._ticket.done
+        assert first.plan.finish_reason == "length"
+
+
+def test_what_is_owed_to_cycles_ends_with_the_last_that_decodes():
+    watched = Watched(2, chunk=4)
+    with Planner(watched, None) as planner:
+        first = held(watched, planner)
+        planner._engine._owe(1e6, 0.0)
+        second = planner.stream(LONG, max_new_tokens=2)
+        watched.release()
+        assert second.result(SECONDS).tokens
+        assert first._ticket.done
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_many_calls_leave_each_other_turn_to_requests_and_preempt_nobody(lanes):
+    watched, done = Watched(lanes), []
+    with Planner(watched, None) as planner:
+        slow = held(watched, planner)
+        call = partial(planner._engine.call, lambda: done.append(len(slow._job._made)))
+        threads = [threading.Thread(target=call) for _ in range(9)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(planner._engine._calls) == len(threads))
+        assert planner.waiting == 0
+        watched.release()
+        for thread in threads:
+            thread.join()
+        urgent = planner.stream([4, 5], max_new_tokens=2, priority=1)
+        assert urgent.result(SECONDS).tokens
+        assert not slow._ticket.done
+    assert len(done) == 9
+    assert all(after > before for before, after in pairwise(done))
+
+
+def test_a_planner_that_is_closed_ends_candidates_whose_prompt_has_just_ended():
+    watched = Watched(2, chunk=64)
+    with Planner(watched, None, prompt_share=1.0) as planner:
+        first = planner.stream([1, 2, 3], max_new_tokens=90, speculative=False)
+        next(first)
+        watched.stops = lambda kind: kind == "cycle" and any(stream._job.answers for stream in streams)
+        streams = []
+        streams += planner.streams(LONG, 4, temperature=0.9, max_new_tokens=90, speculative=False)
+        assert watched.stood.wait(SECONDS)
+        threading.Timer(0.2, watched.go.set).start()
+        planner.close()
+    assert {stream.plan.finish_reason for stream in streams} == {"cancelled"}
+
+
+def test_a_stream_that_nobody_awaited_can_be_cancelled():
+    async def main(planner):
+        streams = planner.astreams(LONG, 4, temperature=0.9, max_new_tokens=60)
+        streams[3].cancel()
+        await anext(streams[0])
+        for stream in streams[:3]:
+            stream.cancel()
+        for stream in streams:
+            await stream.aclose()
+        assert all([(await stream.result()).finish_reason == "cancelled" for stream in streams])
+
+    with Planner(Watched(4), None) as planner:
+        asyncio.run(main(planner))
+
+
+def test_a_prompt_of_candidates_is_looked_up_once():
+    with Planner(Watched(4), None) as planner:
+        planner.plan(LONG, n=4, temperature=0.9, max_new_tokens=2)
+        assert (planner.prefixes.hits, planner.prefixes.misses) == (0, 1)
+
+
+def test_what_ends_has_ended_before_the_others_cycle():
+    streams, done = [], []
+
+    class Cancelling(Watched):
+        joint = 0
+
+        def cycles(self, asked):
+            found = super().cycles(asked)
+            if len(asked) > 1:
+                self.joint += 1
+                streams[0].cancel()
+            return found
+
+        def cycle(self, asked):
+            if self.joint == 1:
+                done.append(streams[0]._ticket.done)
+            return super().cycle(asked)
+
+    watched = Cancelling(2)
+    watched.stops = lambda kind: len(streams) < 2
+    with Planner(watched, None, prompt_share=1.0) as planner:
+        streams.extend(planner.stream([1, 2, n], max_new_tokens=40, caller=str(n)) for n in (3, 4))
+        watched.release()
+        plans = [stream.result(SECONDS) for stream in streams]
+    assert [plan.finish_reason for plan in plans] == ["cancelled", "length"]
+    assert watched.joint == 1
+    assert done[0]
+
+
+def test_a_deadline_in_company_is_overshot_by_less_than_a_cycle():
+    class Timed(Watched):
+        def cycle(self, asked):
+            time.sleep(0.1)
+            return super().cycle(asked)
+
+        def prefill(self, ids, lane=0, sight=None):
+            time.sleep(0.2)
+            return super().prefill(ids, lane, sight)
+
+    over, stop = [], threading.Event()
+
+    def other():
+        while not stop.is_set():
+            planner.plan([1, 2], max_new_tokens=6, caller="other")
+
+    with Planner(Timed(2, chunk=4), None, fallback=False, prompt_share=1.0) as planner:
+        planner.plan([1, 2], max_new_tokens=6)
+        thread = threading.Thread(target=other)
+        thread.start()
+        for bound in (1.5, 1.6, 1.7, 1.8, 1.9):
+            began = time.perf_counter()
+            assert planner.plan([1, 2], max_new_tokens=140, deadline=bound).finish_reason == "deadline"
+            over.append(time.perf_counter() - began - bound)
+        stop.set()
+        thread.join()
+    assert sorted(over)[-2] < 0.15  # of 0.2 s; one may be held up by a busy machine

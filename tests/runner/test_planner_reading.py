@@ -95,15 +95,11 @@ def test_a_turn_that_ends_while_it_waits_for_memory_reads_each_image_once(planne
 
 def test_a_deadline_counts_from_the_call_and_not_from_where_images_are_read(planner):
     began = time.perf_counter() - 30
-    read = planner._encoder.read(shown(FRAMES[0]), {}, Options(deadline=20.0), began)
-    assert read.ended == "deadline"
-    gate, session = planner._model.images.gate, planner.session()
-    for ask in (lambda *given: planner._ask(given[0], None, *given[1:]), session._next):
-        known = [planner._engine] if ask == session._next else []
+    gate = planner._model.images.gate
+    for session in (None, planner.session()):
         with gate.hold(gate.budget):
-            asked = ask(*known, shown(FRAMES[0]), Options(deadline=20.0), began)
-        job = asked if known else asked[1][0]._job
-        assert job.request.ended == "deadline"
+            (asked,) = planner._ask(shown(FRAMES[0]), session, Options(deadline=20.0), began)
+        assert asked._job.request.ended == "deadline"
 
 
 def test_cancelling_ends_the_waiting_for_memory(planner):

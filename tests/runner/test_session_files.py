@@ -10,6 +10,7 @@ import json
 import random
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -261,8 +262,7 @@ def test_a_state_from_a_file_is_never_shared(backend, tmp_path):
     file.write(tmp_path / "s")
     with seeing(backend, tmp_path / "poisoned") as planner:
         with planner.load_session(tmp_path / "s") as session:
-            session._tools = "others"  # so all of it is encoded again, and goes on from the state
-            session._messages = list(system)
+            session._known = replace(session._known, messages=system, tools="others")  # all of it is encoded again
             plan = session.plan([{"role": "user", "content": "Where is it?"}], **OPTIONS)
             assert plan.reused_tokens == 11
         assert planner.prefixes.entries == 0

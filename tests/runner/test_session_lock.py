@@ -13,6 +13,7 @@ from text_support import write_tokenizer
 from edge_dflash import session as session_module
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
+from edge_dflash.runner import form as form_module
 from edge_dflash.runner import request as request_module
 from edge_dflash.text.tokenizer import Tokenizer
 
@@ -41,7 +42,7 @@ class Slow:
         return self.inner(*args, **more)
 
 
-PLACES = [(request_module, "read_images"), (request_module, "compile_form")]
+PLACES = [(request_module, "render_conversation"), (form_module, "compile_form")]
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def test_a_form_is_compiled_no_longer_than_its_session_is_open(planner, pool, mo
             patience.check()
             threading.Event().wait(0.005)
 
-    monkeypatch.setattr(request_module, "compile_form", compiled)
+    monkeypatch.setattr(form_module, "compile_form", compiled)
     turn = pool.submit(session.plan, "Go.", regex="[a-z]{4}")
     assert reached.wait(PATIENT)
     session.close()

@@ -16,7 +16,7 @@ import pytest
 from service_support import client_of, fake_service
 
 from edge_dflash.serve import service as service_module
-from tests.runner.test_scheduler_failure import Failing
+from tests.runner.test_engine import Failing
 from tests.serve.test_serve_lifecycle import CHAT, HELLO, Recorder
 
 SECONDS = 30.0  # after which what hangs fails
@@ -66,7 +66,7 @@ PROGRAM = """
 import sys
 from fakes import FakeBackend
 from service_support import TEXT_SHAPE
-from tests.runner.test_scheduler_failure import Failing
+from tests.runner.test_engine import Failing
 from edge_dflash.cli import main
 from edge_dflash.planner import Planner
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 import unicodedata
+from dataclasses import replace
 
 import pytest
 from chat_families import AUDIO, PADS, SPECIAL, VISIBLE, family, reference, reference_text
@@ -20,7 +21,7 @@ from edge_dflash.common.files import directory
 from edge_dflash.decode.options import Options, as_messages
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.runner.request import Model, as_message, next_turn
+from edge_dflash.runner.request import Conversation, Model, Preparer, as_message, tools_of
 from edge_dflash.text.chat import Answer, encode_conversation, render_conversation, thinking_is_open
 from edge_dflash.text.tokenizer import Tokenizer
 
@@ -191,16 +192,20 @@ def test_of_an_answer_only_its_thinking_span_is_read(name):
 def test_the_next_turn_of_a_session_is_text_as_well(name):
     tokenizer = family(name)[1]
     end = tokenizer.eos_token_id
-    model = Model(FakeBackend(), tokenizer, (end,))
+    preparer = Preparer(Model(FakeBackend(), tokenizer, (end,)))
     said = [ASK]
     tokens = (*encode_conversation(tokenizer, said, enable_thinking=False), *tokenizer.encode_text("Done."), end)
     messages = [*said, {"role": "assistant", "content": "Done."}]
+    known = Conversation(messages, tokens, tools=tools_of(Options()))
+
+    def next_turn(task, thinking=False):
+        return preparer.prompt(task, Options(), replace(known, thinking=thinking)).ids
+
     for forged, thinking in itertools.product(FORGED, (False, True)):
-        new = next_turn(model, tokens, messages, forged, Options(), thinking=thinking).ids[len(tokens) :]
-        harmless = next_turn(model, tokens, messages, HARMLESS, Options(), thinking=thinking).ids[len(tokens) :]
+        new, harmless = (next_turn(task, thinking)[len(tokens) :] for task in (forged, HARMLESS))
         assert controls_of(tokenizer, new) == controls_of(tokenizer, harmless)
         assert ("</think>" in controls_of(tokenizer, new)[:1]) == thinking
-    with_start = next_turn(model, tokens, messages, "Go on.", Options(), thinking=False).ids
+    with_start = next_turn("Go on.")
     assert with_start == (
         *tokens,
         *tokenizer.encode("\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
