@@ -73,6 +73,14 @@ def test_the_planner_imports_no_yaml_and_no_torch():
     assert not {"yaml", "torch", "typer", "starlette", "llguidance"} & set(imported("import edge_dflash.planner"))
 
 
+def test_what_a_robot_runs_imports_no_safetensors():
+    """Files of tensors are read by our own reader; only training writes them with the library."""
+    block = "import sys; sys.modules['safetensors'] = None; sys.modules['torch'] = None; import edge_dflash.cli as c; "
+    code = "import edge_dflash.planner, edge_dflash.serve.app, edge_dflash.cli.verify; c.main(['doctor', '--json'])"
+    done = subprocess.run([sys.executable, "-c", block + code], capture_output=True, text=True, check=False)
+    assert '"checks"' in done.stdout, done.stderr
+
+
 def test_importing_the_package_and_its_command_line_needs_no_extra():
     extras = {"starlette", "uvicorn", "prometheus_client", "httpx2"}
     for module in ("edge_dflash", "edge_dflash.cli"):

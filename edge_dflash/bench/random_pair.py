@@ -35,7 +35,7 @@ from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.formats import FORMATS, WeightFormat, WideWeight
 from edge_dflash.weights.layout import UNIT_ROWS, WINDOW, Format, Layout, repack
 from edge_dflash.weights.recipe import Recipe, default_recipe
-from edge_dflash.weights.stacks import AnyStack, ExpertStack
+from edge_dflash.weights.stacks import ExpertStack, Stack
 
 if TYPE_CHECKING:  # importing them needs CUDA's bindings
     from edge_dflash.backends.cuda.driver import Gpu, Kernel
@@ -105,7 +105,7 @@ class Making:
                 return cls(127 + round(math.log2(rms / _BF16_RMS)), 1.0)
 
 
-def stack_rms(stack: AnyStack) -> float:
+def stack_rms(stack: Stack) -> float:
     """RMS of a stack's weights: the output of a linear has its input's RMS, a residual branch a quarter of it."""
     gain = 0.25 if stack.names[0].rsplit(".", 1)[-1] in _BRANCHES else 1.0
     return gain / math.sqrt(stack.layout.k)
@@ -132,7 +132,7 @@ class RandomWeights:
         """Format of every weight."""
         return self._formats
 
-    def stack(self, gpu: Gpu, stack: AnyStack) -> LinearWeights:
+    def stack(self, gpu: Gpu, stack: Stack) -> LinearWeights:
         """Allocate and fill a stack."""
         from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 
@@ -184,7 +184,7 @@ def _full(layout: Layout) -> bool:
     return not any(n % rows for n in layout.columns) and layout.k % WINDOW[layout.format] == 0
 
 
-def _small_stack(gpu: Gpu, stack: AnyStack) -> LinearWeights:
+def _small_stack(gpu: Gpu, stack: Stack) -> LinearWeights:
     """A padded stack (the gates of gated delta layers), made on the host."""
     from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 

@@ -34,7 +34,7 @@ from edge_dflash.weights.formats import (
 from edge_dflash.weights.layout import Repacked, Words, pack, row_blocks, shared_part
 from edge_dflash.weights.quantize import ENCODERS, absmax, dequantize, fused_group, quantize_nvfp4, wide_tensor
 from edge_dflash.weights.safetensors import forget_pages
-from edge_dflash.weights.stacks import AnyStack, ExpertStack, Stack
+from edge_dflash.weights.stacks import ExpertStack, Stack
 
 ROW_BLOCK = 8 << 20  # bytes of a wide matrix that one call reads
 AHEAD = 4  # blocks of rows that are repacked while the one before them is written
@@ -211,7 +211,7 @@ def _stack_weights(stack: Stack, make: Converter, pool: Executor) -> tuple[Weigh
 class _StackSource:
     """Makes a stack's bytes when they are written; its scales are known when all bytes are."""
 
-    def __init__(self, stack: AnyStack, make: Converter, pool: Executor, words: Words) -> None:
+    def __init__(self, stack: Stack, make: Converter, pool: Executor, words: Words) -> None:
         self._stack, self._make, self._pool = stack, make, pool
         self._words: Words = words if stack.layout.format == "nvfp4" else "halves"
         self._scales: list[Array] = []

@@ -68,7 +68,7 @@ class Trial:
 
     device: str
     prompt_tokens: int
-    cycles: int  # behind the prompt
+    cycles: int  # after the prompt
     cycle_ms: Mapping[str, float]  # median, by backend
     prefill_ms: Mapping[str, float]  # of the prompt
     failed: Mapping[str, str]  # backends that could not run, and why
@@ -163,17 +163,8 @@ def fingerprint(manifest: Manifest) -> str:
 
 def parse_manifest(text: bytes, where: str = MANIFEST) -> Manifest:
     """Read and check a manifest against itself. Raises BundleError naming the field, found and wanted."""
-    try:
-        body = parse_json(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise BundleError(f"{where} is damaged ({error}); build the bundle again or copy it again") from None
-    if not isinstance(body, dict):
-        raise BundleError(f"{where} holds {type(body).__name__}, wanted an object; build the bundle again")
-    schema = body.pop("schema", None)
-    if type(schema) is not int or not 1 <= schema <= SCHEMA:
-        newer = type(schema) is int and schema > SCHEMA
-        remedy = "update edge-dflash" if newer else "build the bundle again"
-        raise BundleError(f"{where}: schema is {schema!r}, this version reads 1 to {SCHEMA}; {remedy}")
+    body = read_document(text, where, 1, SCHEMA)
+    body.pop("schema")
     body.pop("checksum", None)
     manifest = decode(Manifest, {**_OPTIONAL, **body}, where)
     check_manifest(manifest, where)
@@ -182,10 +173,25 @@ def parse_manifest(text: bytes, where: str = MANIFEST) -> Manifest:
     return manifest
 
 
+def read_document(text: bytes, where: str, oldest: int, newest: int) -> dict[str, Any]:
+    """The JSON object of a file of a bundle, its ``schema`` from ``oldest`` to ``newest``. Raises BundleError."""
+    try:
+        body = parse_json(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise BundleError(f"{where} is damaged ({error}); build the bundle again or copy it again") from None
+    if not isinstance(body, dict):
+        raise BundleError(f"{where} holds {type(body).__name__}, wanted an object; build the bundle again")
+    schema = body.get("schema")
+    if type(schema) is not int or not oldest <= schema <= newest:
+        remedy = "update edge-dflash" if type(schema) is int and schema > newest else "build the bundle again"
+        reads = f"{oldest} to {newest}" if oldest < newest else newest
+        raise BundleError(f"{where}: schema is {schema!r}, this version reads {reads}; {remedy}")
+    return body
+
+
 def check_manifest(manifest: Manifest, where: str = MANIFEST) -> None:
     """Compare the fields with each other and with the models' own shape. Raises BundleError by field."""
     pair, target = manifest.pair, manifest.pair.target
-    limit = target.max_position_embeddings
     for field, found, accepted in (
         ("target.architecture", target.architecture, TARGETS),
         *([("drafter.kind", pair.drafter.kind, DRAFTERS)] if pair.drafter else []),
@@ -193,13 +199,19 @@ def check_manifest(manifest: Manifest, where: str = MANIFEST) -> None:
         if found not in accepted:
             raise BundleError(f"{where}.pair.{field}: found {found!r}, wanted one of {', '.join(map(repr, accepted))}")
     _check_backends(manifest, where)
-    _equal(where, "block_size", manifest.block_size, pair.block_size)
-    _equal(where, "mask_token_id", manifest.mask_token_id, pair.mask_token_id)
-    _equal(where, "target_layer_ids", manifest.target_layer_ids, pair.target_layer_ids)
-    _range(where, "block_size", manifest.block_size, 2 if pair.drafter else 1, MAX_BLOCK)
-    _range(where, "max_context", manifest.max_context, pair.rows + 1, limit)
-    _range(where, "prefill_chunk", manifest.prefill_chunk, 1, manifest.max_context)
-    _range(where, "lanes", manifest.lanes, 1, MOST_LANES)
+    for field in ("block_size", "mask_token_id", "target_layer_ids"):
+        if (found := getattr(manifest, field)) != (wanted := getattr(pair, field)):
+            raise BundleError(
+                f"{where}: {field} is {found}, wanted {wanted} as in pair.drafter; build the bundle again"
+            )
+    for field, low, high in (
+        ("block_size", 2 if pair.drafter else 1, MAX_BLOCK),
+        ("max_context", pair.rows + 1, target.max_position_embeddings),
+        ("prefill_chunk", 1, manifest.max_context),
+        ("lanes", 1, MOST_LANES),
+    ):
+        if not low <= (found := getattr(manifest, field)) <= high:
+            raise BundleError(f"{where}: {field} is {found}, wanted {low} to {high}")
     programs = _programs(manifest.pair, where)
     kv_states = [name for name, state in programs.states.items() if isinstance(state, KvState)]
     for state, scales in manifest.kv_scales.items():
@@ -272,16 +284,6 @@ def _programs(pair: PairSpec, where: str) -> Any:
 def _member(where: str, field: str, found: str, accepted: Any) -> None:
     if found not in accepted:
         raise BundleError(f"{where}: {field} is {found!r}, wanted one of {', '.join(accepted)}")
-
-
-def _equal(where: str, field: str, found: object, wanted: object) -> None:
-    if found != wanted:
-        raise BundleError(f"{where}: {field} is {found}, wanted {wanted} as in pair.drafter; build the bundle again")
-
-
-def _range(where: str, field: str, found: int, low: int, high: int) -> None:
-    if not low <= found <= high:
-        raise BundleError(f"{where}: {field} is {found}, wanted {low} to {high}")
 
 
 def _text(body: dict[str, Any]) -> bytes:

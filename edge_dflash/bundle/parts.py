@@ -28,7 +28,7 @@ from edge_dflash.model.vision import TOWER
 from edge_dflash.weights.formats import FORMATS, SCALAR, TIED, Array, Weight, WeightFormat
 from edge_dflash.weights.layout import Repacked, Words
 from edge_dflash.weights.safetensors import DTYPES, forget_pages
-from edge_dflash.weights.stacks import AnyStack, pair_experts, pair_stacks, tower_stacks
+from edge_dflash.weights.stacks import Stack, pair_experts, pair_stacks, tower_stacks
 
 CHUNK = 8 << 20  # bytes read or written at once
 # Tensors of a stack: one of these by its NVFP4 words (the last for other formats, and for NVFP4 of older bundles),
@@ -49,7 +49,7 @@ class Part:
     """Contents of one weight file."""
 
     names: tuple[str, ...] = ()  # weights that are stored by themselves
-    stacks: tuple[AnyStack, ...] = ()
+    stacks: tuple[Stack, ...] = ()
 
 
 def part_of(name: str) -> str:
@@ -109,7 +109,7 @@ def bundle_parts(programs: PairPrograms, formats: Mapping[str, WeightFormat], *,
     stacks = native_stacks(programs, formats) if stacked else {}
     inside = {name for stack in stacks.values() for name in stack.names}
     names: dict[str, list[str]] = {}
-    held: dict[str, list[AnyStack]] = {}
+    held: dict[str, list[Stack]] = {}
     for name in (name for name, form in formats.items() if form != TIED and name not in inside):
         names.setdefault(part_of(name), []).append(name)
     for stack in stacks.values():
@@ -117,9 +117,9 @@ def bundle_parts(programs: PairPrograms, formats: Mapping[str, WeightFormat], *,
     return {path: Part(tuple(names.get(path, ())), tuple(held.get(path, ()))) for path in (names | held)}
 
 
-def native_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, AnyStack]:
+def native_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, Stack]:
     """Stacks that a native bundle stores, by key: all but that of a tied lm_head. Raises BackendError."""
-    stacks: dict[str, AnyStack] = {
+    stacks = {
         **pair_stacks(programs, formats),
         **pair_experts(programs, formats),
         **tower_stacks(programs, formats),
@@ -127,18 +127,18 @@ def native_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -
     return {key: stack for key, stack in stacks.items() if all(formats[name] != TIED for name in stack.names)}
 
 
-def stack_part(stack: AnyStack) -> str:
+def stack_part(stack: Stack) -> str:
     """File of a stack: that of its weights, or the model's context file when they are of several layers."""
     parts = {part_of(name) for name in stack.names}
     return parts.pop() if len(parts) == 1 else part_of(f"{stack.names[0].partition('.')[0]}.hidden_norm")
 
 
-def stack_bytes(stack: AnyStack) -> int:
+def stack_bytes(stack: Stack) -> int:
     """Bytes of a stack in its file."""
     return stack.nbytes + 4 * stack.rows
 
 
-def repacked_of(stack: AnyStack, tensors: Mapping[str, tuple[str, Array]]) -> Repacked:
+def repacked_of(stack: Stack, tensors: Mapping[str, tuple[str, Array]]) -> Repacked:
     """A stack over the tensors of its file, as views. Raises ValueError saying what was found and what is wanted."""
     words: Words = next((words for words, name in DATA.items() if f"{stack.key}.{name}" in tensors), "halves")
     wanted = {
@@ -173,9 +173,8 @@ class Tensor:
 
 def whole(name: str, weight: Weight) -> list[Tensor]:
     """Tensors of a weight that is at hand."""
-    return [
-        Tensor(key, kind, array.shape, partial(_once, array)) for key, (kind, array) in to_tensors(name, weight).items()
-    ]
+    found = to_tensors(name, weight).items()
+    return [Tensor(key, kind, array.shape, partial(iter, [array])) for key, (kind, array) in found]
 
 
 def wide_first(tensor: Tensor) -> tuple[int, str]:
@@ -238,10 +237,6 @@ def hash_file(path: Path, advance: Advance = uncounted) -> FileEntry:
             size += count
             advance(count)
     return FileEntry(digest.hexdigest(), size)
-
-
-def _once(array: Array) -> tuple[Array, ...]:
-    return (array,)
 
 
 def _flat(piece: Piece) -> Array:

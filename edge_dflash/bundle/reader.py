@@ -10,8 +10,9 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Lock
 from typing import TypeAlias
@@ -29,19 +30,19 @@ from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import FORMATS, TIED, Array, Weight
 from edge_dflash.weights.layout import Repacked
 from edge_dflash.weights.safetensors import TensorFiles
-from edge_dflash.weights.stacks import AnyStack, unpack_weight
+from edge_dflash.weights.stacks import Stack, unpack_weight
 
 Progress: TypeAlias = Callable[[int, int], None]  # (bytes done, bytes in all)
-Stacks: TypeAlias = dict[str, tuple[AnyStack, Repacked]]  # by key
+Stacks: TypeAlias = dict[str, tuple[Stack, Repacked]]  # by key
 MAX_MANIFEST = LARGE  # bytes; a larger file is no manifest
 
 
 class Bundle:
-    """An open bundle: a :class:`~edge_dflash.weights.formats.WeightStore` over mapped files, and its manifest."""
+    """An open bundle: a :class:`~edge_dflash.weights.formats.WeightStore` over mapped files, its path and manifest."""
 
     def __init__(self, path: Path, manifest: Manifest, weights: Mapping[str, Weight], stacks: Stacks) -> None:
-        self._path = path
-        self._manifest = manifest
+        self.path = path
+        self.manifest = manifest
         self._weights = weights
         self._stacks = stacks
         self._stack_of = {name: (key, i) for key, (stack, _) in stacks.items() for i, name in enumerate(stack.names)}
@@ -69,19 +70,9 @@ class Bundle:
         return cls(path, manifest, *_map_weights(path, manifest))
 
     @property
-    def path(self) -> Path:
-        """Directory of the bundle."""
-        return self._path
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the bundle says about itself."""
-        return self._manifest
-
-    @property
     def pair(self) -> PairSpec:
         """Target and drafter."""
-        return self._manifest.pair
+        return self.manifest.pair
 
     def get(self, name: str) -> Weight:
         """Return a weight; its arrays are read-only. Raises KeyError for an unknown name.
@@ -94,13 +85,13 @@ class Bundle:
         key, index = self._stack_of[name]
         return _read_only(unpack_weight(*self._stacks[key], index))
 
-    def repacked(self, stack: AnyStack) -> Repacked:
+    def repacked(self, stack: Stack) -> Repacked:
         """A stack as the native kernels read it: views of the mapped file. Raises BundleError for another name."""
         found, packed = self._stacks.get(stack.key, (None, None))
         if found != stack or packed is None:
             held = "no stack of this name" if found is None else f"{len(found.names)} matrices, {found.layout}"
             raise BundleError(
-                f"{self._path}: stack {stack.key} is wanted as {stack.layout}, the bundle has {held}; build it again"
+                f"{self.path}: stack {stack.key} is wanted as {stack.layout}, the bundle has {held}; build it again"
             )
         return packed
 
@@ -108,53 +99,59 @@ class Bundle:
         """Kernels of a compilation unit. Raises BundleError when the bundle has none, or not as it was built."""
         name = f"kernels/{unit}.cubin"
         entry = self._entry(name)
-        try:
-            data = read_bytes(self._path / name, LARGE)
-        except OSError as error:
-            raise BundleError(f"cannot read {self._path / name}: {error.strerror}; check its permissions") from None
-        self._same(name, hashlib.sha256(data).hexdigest(), entry)
+        with _readable(self.path / name):
+            data = read_bytes(self.path / name, LARGE)
+        _same(self.path, name, hashlib.sha256(data).hexdigest(), entry)
         return data
 
     def plan(self, name: str) -> Path:
         """File of a TensorRT engine, with the bytes that were built. Raises BundleError like :meth:`cubin`."""
-        entry, path = self._entry(name), self._path / name
+        entry, path = self._entry(name), self.path / name
         if not self._hashed:
-            try:
-                self._same(name, hash_file(path).sha256, entry)
-            except OSError as error:
-                raise BundleError(f"cannot read {path}: {error.strerror}; check its permissions") from None
+            with _readable(path):
+                _same(self.path, name, hash_file(path).sha256, entry)
         return path
 
     def _entry(self, name: str) -> FileEntry:
-        if (entry := self._manifest.files.get(name)) is None:
+        if (entry := self.manifest.files.get(name)) is None:
             raise BundleError(
-                f"{self._path}: {name} is missing; this version of edge-dflash runs it, build the bundle again"
+                f"{self.path}: {name} is missing; this version of edge-dflash runs it, build the bundle again"
             )
         return entry
 
-    def _same(self, name: str, found: str, entry: FileEntry) -> None:
-        if found != entry.sha256:
-            raise BundleError(
-                f"{self._path}: sha256 of {name} is {found[:16]}..., wanted {entry.sha256[:16]}...; "
-                "the file is damaged, copy or build the bundle again"
-            )
-
     def kv_scale(self, state: str) -> tuple[float, float]:
         """FP8 scales (k, v) of a KV state; (1.0, 1.0) when the bundle has none for it."""
-        return self._manifest.kv_scales.get(state, (1.0, 1.0))
+        return self.manifest.kv_scales.get(state, (1.0, 1.0))
 
     def require(self, *, backend: str, archs: Collection[str]) -> None:
         """Raise BundleError unless ``backend`` is aboard and the bundle was built for one of ``archs``."""
-        held, arch = self._manifest.backends, self._manifest.arch
+        held, arch = self.manifest.backends, self.manifest.arch
         for field, found, wanted, fits in (
             ("backend", ",".join(held), (backend,), backend in held),
             ("arch", arch, archs, find_arch(arch) in map(find_arch, archs)),
         ):
             if not fits:
                 raise BundleError(
-                    f"{self._path}: {field} is {found!r}, wanted {' or '.join(map(repr, wanted))} here; "
+                    f"{self.path}: {field} is {found!r}, wanted {' or '.join(map(repr, wanted))} here; "
                     f"build again with --{field} {next(iter(wanted))}"
                 )
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise BundleError where what is done inside cannot read."""
+    try:
+        yield
+    except OSError as error:
+        raise BundleError(f"cannot read {error.filename or path}: {error.strerror}; check its permissions") from None
+
+
+def _same(path: Path, name: str, found: str, entry: FileEntry) -> None:
+    if found != entry.sha256:
+        raise BundleError(
+            f"{path}: sha256 of {name} is {found[:16]}..., wanted {entry.sha256[:16]}...; "
+            "the file is damaged, copy or build the bundle again"
+        )
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -213,16 +210,10 @@ def _check_hashes(path: Path, manifest: Manifest, progress: Progress) -> None:
 
     progress(done, total)
     names = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with _readable(path), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         try:
             for name, entry in zip(names, pool.map(lambda name: hash_file(path / name, advance), names), strict=True):
-                if entry.sha256 != (wanted := manifest.files[name].sha256):
-                    raise BundleError(
-                        f"{path}: sha256 of {name} is {entry.sha256[:16]}..., wanted {wanted[:16]}...; "
-                        "the file is damaged, copy or build the bundle again"
-                    )
-        except OSError as error:
-            raise BundleError(f"cannot read {error.filename}: {error.strerror}; check its permissions") from None
+                _same(path, name, entry.sha256, manifest.files[name])
         finally:
             stopped.set()  # threads still hashing stop at their next chunk
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from edge_dflash.bundle.manifest import read_document
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.common.tables import UNWRITTEN, decode, encode
@@ -157,7 +158,7 @@ class SelfTest:
     source: str  # where the prompt is from
     arithmetic: str  # what computed this; where it is the same, all bits are
     prompt: tuple[int, ...]  # token ids
-    tokens: tuple[int, ...]  # plain greedy tokens behind the prompt
+    tokens: tuple[int, ...]  # plain greedy tokens after the prompt
     drafts: tuple[tuple[int, ...], ...]  # of each cycle: K ids
     accept_lengths: tuple[int, ...]  # tokens committed by each cycle; the first token is the prefill's
     accept_length: float  # their mean
@@ -206,18 +207,7 @@ def dump_selftest(test: SelfTest) -> bytes:
 
 def parse_selftest(text: bytes, shape: PairShape, where: str = SELFTEST) -> SelfTest:
     """Read a self-test for a pair of ``shape``. Raises BundleError naming field, found and wanted."""
-    try:
-        body = json.loads(text.decode())
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise BundleError(f"{where} is damaged ({error}); build the bundle again or copy it again") from None
-    if not isinstance(body, dict):
-        raise BundleError(f"{where} holds {type(body).__name__}, wanted an object; build the bundle again")
-    schema = body.get("schema")
-    if type(schema) is not int or schema != SCHEMA:
-        newer = type(schema) is int and schema > SCHEMA
-        remedy = "update edge-dflash" if newer else "build the bundle again"
-        raise BundleError(f"{where}: schema is {schema!r}, this version reads {SCHEMA}; {remedy}")
-    test = decode(SelfTest, body, where)
+    test = decode(SelfTest, read_document(text, where, SCHEMA, SCHEMA), where)
     _check(test, shape, where)
     if dump_selftest(test) != text:
         raise BundleError(f"{where}: not the text that a build writes; it was changed, build the bundle again")

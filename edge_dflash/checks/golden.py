@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
-from edge_dflash.common.files import is_there, open_regular
+from edge_dflash.common.files import is_there
 from edge_dflash.decode.pictured import Pictured, Placed
-from edge_dflash.errors import VerificationError
+from edge_dflash.errors import CheckpointError, VerificationError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.registry import DRAFTERS
@@ -30,6 +28,7 @@ from edge_dflash.model.specs import PairSpec, PatchSpec, TargetSpec
 from edge_dflash.pictures.picture import picture_of
 from edge_dflash.weights.checkpoint import PairCheckpoint, checkpoint_pair
 from edge_dflash.weights.formats import Array, Nvfp4Weight, Weight, WeightStore
+from edge_dflash.weights.safetensors import TensorFiles
 
 if TYPE_CHECKING:
     from edge_dflash.backends.reference.tower import TorchTower
@@ -138,11 +137,10 @@ def verify_golden(target: Path, drafter: Path | None, golden_file: Path) -> Gold
     programs = pair_programs(spec)
     store = PairCheckpoint.open(target, drafter, programs.weights)
     try:
-        with open_regular(golden_file):  # what is no file would be waited for
-            golden = load_file(golden_file)
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise VerificationError(f"{golden_file}: not a readable safetensors file ({reason}); copy it again") from error
+        tensors = TensorFiles.open([golden_file])
+        golden = {name: tensors.array(name)[1] for name in tensors.names()}
+    except CheckpointError as error:
+        raise VerificationError(f"{golden_file}: not a readable safetensors file ({error}); copy it again") from error
     vision = spec.target.vision
     patches = patch_arrays(golden, target, vision.patches) if vision else {}
     cut = _compare_keys("", {key: golden[key] for key in patches}, patches)

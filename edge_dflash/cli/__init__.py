@@ -153,7 +153,7 @@ def run(argv: Sequence[str]) -> int:
         _print_error(f"{error.format_message()} (see {command} --help)")
         return error.exit_code
     except ModuleNotFoundError as error:
-        extras = {"torch": "build", "accelerate": "train"}
+        extras = {"torch": "build", "accelerate": "train", "safetensors": "train"}
         if error.name not in extras:
             raise
         _print_error(

@@ -129,13 +129,9 @@ class GraphBuilder:
             k_norm=self.weight(f"{prefix}.self_attn.k_norm", (spec.head_dim,), "vector", "norm"),
             eps=layer.eps,
             plus_one=layer.plus_one,
-            rope=spec.rope,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            gated=spec.gated,
             bidirectional=layer.bidirectional,
             window=layer.window,
+            **vars(spec),  # the op has the fields of the geometry
         )
         return self.emit(op, columns)
 
@@ -171,11 +167,7 @@ class GraphBuilder:
             dt_bias=self.weight(f"{name}.dt_bias", (spec.value_heads,), "vector", "norm"),
             norm=self.weight(f"{name}.norm", (spec.value_dim,), "vector", "norm"),
             eps=eps,
-            key_heads=spec.key_heads,
-            value_heads=spec.value_heads,
-            key_dim=spec.key_dim,
-            value_dim=spec.value_dim,
-            conv_kernel=spec.conv_kernel,
+            **vars(spec),
         )
         return self.emit(op, width)
 

@@ -10,16 +10,11 @@ What a block row of each drafter layer sees of its block and of the context, by 
     window             layers that layer_types calls sliding; all layers with dflash_config.use_swa
     its size           dflash_config.swa_window_size, else sliding_window
 
-That is vLLM's order (vllm/model_executor/models/qwen3_dflash.py at 036a00d, pull request 52816). z-lab's
-model.py agrees since commit 10129599: it reads is_causal, and without it a sliding layer is causal. Its older releases
-(44947fb, e763f230) pass is_causal=False to every layer: the window was lost in their eager and SDPA paths and symmetric
-in FlashAttention's, and the argument went when masks were built layer by layer. SGLang (python/sglang/srt/models/
-dflash.py at 003b23d) reads layer_types alone, which gives the same where no flag is set. A window over a bidirectional
-layer is symmetric (vLLM pull request 46104: drafters of MiMo).
-
-They differ in one row: use_swa beside layer_types that name full and sliding layers, which no published drafter has.
-vLLM and TensorRT-LLM leave the full ones without a window; here use_swa means every layer. A recipe's ``masks`` sets
-any layer's otherwise.
+That is vLLM's order (qwen3_dflash.py at 036a00d, pull request 52816; a window over a bidirectional layer is symmetric,
+46104), and z-lab's since commit 10129599; their older releases lost or mirrored the window. SGLang (models/dflash.py at
+003b23d) reads layer_types alone, which gives the same where no flag is set. One row differs, which no published drafter
+has: with use_swa next to layer_types that name full layers, vLLM leaves these without a window; here use_swa means
+every layer. A recipe's ``masks`` sets any layer's otherwise.
 """
 
 from __future__ import annotations

@@ -148,10 +148,7 @@ def with_tower(target: TargetSpec, config: Fields) -> TargetSpec:
         positions=side,
         theta=tower.child("rope_parameters").number("rope_theta"),
         out=out,
-        image_token_id=_token(config, "image_token_id", target),
-        video_token_id=_token(config, "video_token_id", target),
-        vision_start_token_id=_token(config, "vision_start_token_id", target),
-        vision_end_token_id=_token(config, "vision_end_token_id", target),
+        **{name: _token(config, name, target) for name in _IDS},
         patches=_patches(config.file.parent, tower),
     )
     rope = replace(target.attention.rope, mrope_section=_sections(text, target.attention.rope))

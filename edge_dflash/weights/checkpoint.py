@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +20,7 @@ from edge_dflash.weights.formats import FORMATS, Weight, WeightStore, WideWeight
 from edge_dflash.weights.safetensors import TensorFiles
 from edge_dflash.weights.stored import SUFFIXES, ByExpert, Int4Weight, ModuleReader, by_expert
 
-_ROWS, _SHOWN = 4096, 3  # rows of two matrices that are compared at a time; problems that a message lists
+_ROWS, _SHOWN = 4096, 3  # of a block; problems that a message lists
 
 
 def checkpoint_pair(target: Path, drafter: Path | None) -> PairSpec:
@@ -40,9 +40,10 @@ class PairCheckpoint:
     See :class:`edge_dflash.weights.formats.WeightStore`. Arrays are views of the mapped files.
     """
 
-    def __init__(self, parts: Mapping[str, _Part], expected: Mapping[str, WeightSpec]) -> None:
+    def __init__(self, parts: Mapping[str, _Part], expected: Mapping[str, WeightSpec], *, checked: bool = True) -> None:
         self._parts = parts
         self._expected = expected
+        self._checked = checked
 
     @classmethod
     def open(cls, target: Path, drafter: Path | None, expected: Mapping[str, WeightSpec]) -> PairCheckpoint:
@@ -68,7 +69,8 @@ class PairCheckpoint:
 
     def get(self, name: str) -> Weight:
         """Return a weight. Raises KeyError for an unknown name, CheckpointError for block scales that are no scales."""
-        return self._parts[name.partition(".")[0]].get(name, self._expected[name])
+        part = self._parts[name.partition(".")[0]]
+        return (part.get if self._checked else part.read)(name, self._expected[name])
 
     @property
     def has_tower(self) -> bool:
@@ -78,7 +80,7 @@ class PairCheckpoint:
     @property
     def stored(self) -> WeightStore:
         """The same weights for those who ask how they are stored: no values are read, so none are checked."""
-        return _Stored(self._parts, self._expected)
+        return PairCheckpoint(self._parts, self._expected, checked=False)
 
     def kv_scale(self, state: str) -> tuple[float, float]:
         """FP8 scales (k, v) that the checkpoint carries for a KV state; (1.0, 1.0) when it has none."""
@@ -92,14 +94,6 @@ class PairCheckpoint:
         """Drop the files' pages from memory and the page cache; the next access reads them again."""
         for part in self._parts.values():
             part.tensors.release()
-
-
-class _Stored(PairCheckpoint):
-    """See :attr:`PairCheckpoint.stored`."""
-
-    def get(self, name: str) -> Weight:
-        """Return a weight."""
-        return self._parts[name.partition(".")[0]].read(name, self._expected[name])
 
 
 class _Part:
@@ -133,16 +127,18 @@ class _Part:
         self._sees = any(name.startswith(TOWER) for name in expected)
         linears = [self._spelled.module(self._module(n)) for n, spec in expected.items() if _declared(n, spec)]
         declared = read_declared(self._directory, linears)
-        if "target.lm_head" in expected and self._is_tied("target.lm_head") and "lm_head.weight" in self.tensors:
-            self._check_copy(f"{self._prefix}embed_tokens.weight", "lm_head.weight")
-        used = {"lm_head.weight"} if "target.lm_head" in expected else set()
+        used = self._kv_scale_tensors(expected) | self._names.copies.keys()
+        if "target.lm_head" in expected:
+            used.add("lm_head.weight")
+            if self._is_tied("target.lm_head"):
+                self._check_tied_head(f"{self._prefix}embed_tokens.weight")
         missing: list[str] = []
         problems: list[str] = []
         for name, spec in expected.items():
             tensors = self._tensors_of(name, spec)
             used |= tensors
             if not tensors:
-                missing.append(self._module(name) + ("" if self._bare(name) else ".weight"))
+                missing.append(self._tensor(name))
                 continue
             try:
                 self._check_storage(name, spec, declared)
@@ -156,7 +152,6 @@ class _Part:
         if problems:
             more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             raise CheckpointError("; ".join(problems[:_SHOWN]) + more)
-        used |= self._kv_scale_tensors(expected) | self._names.copies.keys()
         extra = [n for n in self.tensors.names() if n not in used and not self._skipped(n)]
         if extra:
             raise CheckpointError(
@@ -164,53 +159,56 @@ class _Part:
                 f"part of the {self._model} that config.json describes; the checkpoint is of another model"
             )
 
-    def _check_copy(self, embedding: str, head: str) -> None:
+    def _check_tied_head(self, embedding: str, head: str = "lm_head.weight") -> None:
         """A head that config.json ties may be in the files too, as a copy of the embedding."""
-        if embedding in self.tensors:
-            (one, matrix), (other, copy) = (self.tensors.array(name) for name in (embedding, head))
-            parts = range(0, max(len(matrix), 1), _ROWS)
-            equal = one == other and matrix.shape == copy.shape
-            if not (equal and all(np.array_equal(matrix[i : i + _ROWS], copy[i : i + _ROWS]) for i in parts)):
-                raise CheckpointError(
-                    f"{self._directory}: tie_word_embeddings is true, but {head} differs from {embedding}; "
-                    f"make it false in config.json, or remove {head}"
-                )
+        if head not in self.tensors or embedding not in self.tensors:
+            return
+        (one, matrix), (other, copy) = (self.tensors.array(name) for name in (embedding, head))
+        equal = one == other and matrix.shape == copy.shape
+        if not equal or not all(np.array_equal(matrix[part], copy[part]) for part in _blocks(len(matrix))):
+            raise CheckpointError(
+                f"{self._directory}: tie_word_embeddings is true, but {head} differs from {embedding}; "
+                f"make it false in config.json, or remove {head}"
+            )
 
     def check_copies(self, target: _Part, expected: Mapping[str, WeightSpec]) -> None:
         """A drafter's own embedding and head are left out, which must be the target's. Raises CheckpointError."""
         for tensor, name in self._names.copies.items():
-            if tensor in self.tensors and f"drafter.{tensor.removesuffix('.weight')}" not in expected:
-                spec = expected[name]
-                one, other = self._reader.wide(tensor, spec.shape, half=False), target.read(name, spec)
-                parts = range(0, spec.shape[0], _ROWS)
-                found = "differs from the target's" if isinstance(other, WideWeight) else f"is wide, {name} quantized"
-                if not isinstance(other, WideWeight) or not all(
-                    np.array_equal(one.rows(part).float32(), other.rows(part).float32())
-                    for part in (slice(i, i + _ROWS) for i in parts)
-                ):
-                    raise CheckpointError(
-                        f"{self.tensors.entry(tensor).file}: {tensor} {found}, and drafts are made with the target's; "
-                        "use the target that the drafter was trained for, or remove the tensor"
-                    )
+            if tensor not in self.tensors or f"drafter.{tensor.removesuffix('.weight')}" in expected:
+                continue
+            spec = expected[name]
+            one, other = self._reader.wide(tensor, spec.shape, half=False), target.read(name, spec)
+            if not isinstance(other, WideWeight):
+                found = f"is wide, {name} quantized"
+            elif all(
+                np.array_equal(one.rows(part).float32(), other.rows(part).float32()) for part in _blocks(spec.shape[0])
+            ):
+                continue
+            else:
+                found = "differs from the target's"
+            raise CheckpointError(
+                f"{self.tensors.entry(tensor).file}: {tensor} {found}, and drafts are made with the target's; "
+                "use the target that the drafter was trained for, or remove the tensor"
+            )
 
     def _check_storage(self, name: str, spec: WeightSpec, declared: Declared) -> None:
         """Read a weight's headers and small scales, and compare its form with the configuration."""
-        weight = self.read(name, spec)
+        weight, module = self.read(name, spec), self._module(name)
         form = FORMATS[weight.format]
         storage = form.name if form.quantized else WIDE
         if isinstance(weight, Int4Weight):
             storage = weight.storage
             if self._model == "target":
                 raise CheckpointError(
-                    f"{self._directory}: module {self._module(name)} is stored as 4-bit integers, which are read of "
-                    "drafters alone: a target would be quantized twice; give one in BF16, FP8 or NVFP4"
+                    f"{self._directory}: module {module} is stored as 4-bit integers, which are read of drafters "
+                    "alone: a target would be quantized twice; give one in BF16, FP8 or NVFP4"
                 )
-        module = self._spelled.module(self._module(name))
-        wanted = declared(module) if _declared(name, spec) and not self._is_tied(name) else None
-        left_out = name.startswith(TOWER) and storage == WIDE  # quantizers leave towers wide without a word
-        if wanted is not None and wanted not in storage.split(" or ") and not left_out:
+        if not _declared(name, spec) or self._is_tied(name) or (name.startswith(TOWER) and storage == WIDE):
+            return  # quantizers leave towers wide without a word
+        wanted = declared(self._spelled.module(module))
+        if wanted is not None and wanted not in storage.split(" or "):
             raise CheckpointError(
-                f"{self._directory}: module {self._module(name)} is stored as {storage}, "
+                f"{self._directory}: module {module} is stored as {storage}, "
                 f"its quantization config says {wanted}; the files do not belong together"
             )
 
@@ -233,10 +231,9 @@ class _Part:
 
     def read(self, name: str, spec: WeightSpec) -> Weight:
         """Read a weight that is present."""
-        module = self._module(name)
         if _declared(name, spec) and not self._is_tied(name):
-            return self._reader.linear(module, spec.shape)
-        tensor = module if self._bare(name) else f"{module}.weight"
+            return self._reader.linear(self._module(name), spec.shape)
+        tensor = self._tensor(name)
         if name == PATCH_EMBED:
             return self._reader.patches(tensor, spec.shape)
         if name == DRAFT_IDS:
@@ -270,16 +267,16 @@ class _Part:
         )
 
     def _tensors_of(self, name: str, spec: WeightSpec) -> set[str]:
-        module = self._module(name)
+        module, tensor = self._module(name), self._tensor(name)
         if spec.kind != "linear" or self._is_tied(name):
-            tensor = module if self._bare(name) else f"{module}.weight"
             return {tensor} if tensor in self.tensors else set()
         present = {t for s in SUFFIXES if (t := f"{module}.{s}") in self.tensors}
         return present if present & {f"{module}.weight", f"{module}.weight_packed"} else set()
 
-    def _bare(self, name: str) -> bool:
-        """Whether the tensor's name has no ``.weight``."""
-        return name.endswith(self._names.bare)
+    def _tensor(self, name: str) -> str:
+        """Name of a weight's tensor, or of the first of those that store a linear."""
+        module = self._module(name)
+        return module if name.endswith(self._names.bare) else f"{module}.weight"
 
     def _skipped(self, tensor: str) -> bool:
         if not self._sees and tensor.startswith(self._names.tower):
@@ -290,6 +287,11 @@ class _Part:
 def _declared(name: str, spec: WeightSpec) -> bool:
     """Whether a quantization config says how the weight is stored: of linears, and a convolution is none."""
     return spec.kind == "linear" and name != PATCH_EMBED
+
+
+def _blocks(rows: int) -> Iterator[slice]:
+    """Rows of two matrices that are compared at a time."""
+    return (slice(first, first + _ROWS) for first in range(0, max(rows, 1), _ROWS))
 
 
 def _says_untied(directory: Path) -> bool:

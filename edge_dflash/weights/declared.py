@@ -153,7 +153,7 @@ def read_declared(directory: Path, modules: Sequence[str]) -> Declared:
 
 def _modelopt(fields: Fields, exclude: str) -> Declared:
     algorithm = fields.text("quant_algo")
-    ignored = _Globs(fields, exclude)
+    ignored = _excluded(fields, exclude)
     layers = fields.child("quantized_layers")
     storages = {name: _modelopt_storage(layers.child(name)) for name in layers.values}
     if not algorithm:
@@ -163,7 +163,7 @@ def _modelopt(fields: Fields, exclude: str) -> Declared:
             return lambda module: None
         return lambda module: next((storages[path] for path in _paths(module) if path in storages), WIDE)
     default = _modelopt_storage(fields)
-    return lambda module: WIDE if ignored.match(module) else default
+    return lambda module: WIDE if ignored(module) else default
 
 
 def _paths(module: str) -> Iterator[str]:
@@ -180,35 +180,34 @@ def _modelopt_storage(fields: Fields) -> str:
     return _MODELOPT[algorithm]
 
 
-class _Globs:
-    """ModelOpt excludes a module and everything below it, by path or by shell glob."""
+def _excluded(fields: Fields, name: str) -> Callable[[str], bool]:
+    """What ModelOpt excludes: a module and everything below it, by path or by shell glob."""
+    listed = fields.names(name)
+    globs = [pattern for pattern in listed if any(sign in pattern for sign in "*?[")]
+    whole = frozenset(listed).difference(globs)
+    _check_patterns(fields, name, globs)
 
-    def __init__(self, fields: Fields, name: str) -> None:
-        names = fields.names(name)
-        self._globs = [pattern for pattern in names if any(sign in pattern for sign in "*?[")]
-        self._paths = frozenset(names).difference(self._globs)
-        _check_patterns(fields, name, self._globs)
-
-    def match(self, module: str) -> bool:
-        """Whether the module is excluded."""
-        parts = module.split(".")
-        if any(".".join(parts[:end]) in self._paths for end in range(1, len(parts) + 1)):
+    def match(module: str) -> bool:
+        if any(path in whole for path in _paths(module)):
             return True
-        return any(fnmatchcase(module, glob) or fnmatchcase(module, f"{glob}.*") for glob in self._globs)
+        return any(fnmatchcase(module, glob) or fnmatchcase(module, f"{glob}.*") for glob in globs)
+
+    return match
 
 
-class _CtNames:
-    """compressed-tensors names modules by the end of their path, or by ``re:`` and a pattern of its beginning."""
+def _named(items: Sequence[str], matched: Mapping[str, frozenset[str]]) -> Callable[[str], bool]:
+    """What compressed-tensors names: by the end of a path, or by ``re:`` and a pattern of its beginning.
 
-    def __init__(self, names: Sequence[str], matched: Mapping[str, frozenset[str]]) -> None:
-        self._matched = frozenset[str]().union(*(matched.get(item, ()) for item in names))
-        self._ends = frozenset(item for item in names if not item.startswith(_RE))
-        self.linear = "Linear" in self._ends
+    "Linear" is a class, and no module is called so.
+    """
+    found = frozenset[str]().union(*(matched.get(item, ()) for item in items))
+    ends = frozenset(item for item in items if not item.startswith(_RE))
 
-    def match(self, module: str) -> bool:
-        """Whether the module is named; "Linear" is a class, and no module is called so."""
+    def match(module: str) -> bool:
         parts = module.split(".")
-        return module in self._matched or any(".".join(parts[at:]) in self._ends for at in range(len(parts)))
+        return module in found or any(".".join(parts[at:]) in ends for at in range(len(parts)))
+
+    return match
 
 
 def _compressed_tensors(fields: Fields, modules: Sequence[str]) -> Declared:
@@ -218,23 +217,20 @@ def _compressed_tensors(fields: Fields, modules: Sequence[str]) -> Declared:
     members = [groups.child(name) for name in groups.values]
     lists = [fields.names("ignore"), *(group.names("targets") for group in members)]
     matched = _matched(fields, [item for names in lists for item in names if item.startswith(_RE)], modules)
-    ignored, *targeted = (_CtNames(names, matched) for names in lists)
-    rules = [
-        (targets, _ct_storage(group.child("weights")))
-        for targets, group, names in zip(targeted, members, lists[1:], strict=True)
-        if not names or targets.linear or any(map(targets.match, modules))  # the others are of parts that are not used
-    ]
+    ignored = _named(lists[0], matched)
+    rules = []
+    default = WIDE if members else None
+    for group, listed in zip(members, lists[1:], strict=True):
+        targets, linear = _named(listed, matched), "Linear" in listed
+        if not listed or linear or any(map(targets, modules)):  # the others are of parts that are not used
+            rules.append((targets, _ct_storage(group.child("weights")), linear))
 
     def declared(module: str) -> str | None:
-        if ignored.match(module):
+        if ignored(module):
             return WIDE
-        for targets, storage in rules:  # named targets first: "Linear" is every linear module
-            if targets.match(module):
-                return storage
-        for targets, storage in rules:
-            if targets.linear:
-                return storage
-        return WIDE if members else None
+        named = (storage for targets, storage, _ in rules if targets(module))
+        every = (storage for _, storage, linear in rules if linear)  # "Linear" is every linear module
+        return next(named, next(every, default))
 
     return declared
 

@@ -21,7 +21,6 @@ Take = Callable[[str, str, tuple[tuple[int, ...], ...]], Array]
 
 BLOCK = 16  # values along K that share an NVFP4 block scale
 E4M3_NAN = 0x7F  # E4M3 byte without its sign; as bytes, all negative numbers are above
-NEVER = 1 << 30
 SCALAR: tuple[tuple[int, ...], ...] = ((),)
 
 
@@ -108,14 +107,10 @@ class WideWeight(Weight):
 class Fp8Weight(Weight):
     """E4M3 linear [out, in]; value = e4m3(data) * scale. ``scale`` is float32 [1] (tensor) or [out] (channel)."""
 
+    format = "fp8"
     data: Array
     scale: Array
     input_scale: float | None = None  # static activation scale of the checkpoint; kept, not needed for W8A16
-
-    @property
-    def format(self) -> WeightFormat:
-        """See :class:`Weight`."""
-        return "fp8"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -144,15 +139,11 @@ class Fp8Weight(Weight):
 class Nvfp4Weight(Weight):
     """NVFP4 linear; value[o, i] = e2m1(packed) * e4m3(block_scale[o, i // 16]) * global_scale."""
 
+    format = "nvfp4"
     packed: Array  # uint8 [out, in / 2]
     block_scale: Array  # uint8 (E4M3) [out, in / 16]
     global_scale: float  # a multiplier, as in ModelOpt's weight_scale_2
     input_scale: float | None = None  # W4A4: sx, a multiplier; None: activations stay wide
-
-    @property
-    def format(self) -> WeightFormat:
-        """See :class:`Weight`."""
-        return "nvfp4"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -195,7 +186,7 @@ class Format:
     scales: Literal["none", "tensor", "channel"] = "none"  # FP32 factors beside them; at most so many
     wished: bool = True  # a recipe may ask for it
     streamed: str | None = None  # form in which the native kernels read it; None: they do not take it
-    tensorrt: int = 0  # first SM on which TensorRT takes it; NEVER: on none
+    tensorrt: int = 0  # first SM on which TensorRT takes it
     modelopt: tuple[str, ...] = ()  # quant_algo of checkpoints
     compressed: tuple[object, ...] = ()  # num_bits, type and group size (None: any) of compressed-tensors
     spelled: str = ""  # the same for messages

@@ -326,7 +326,7 @@ def pack(block: tuple[Weight, ...], words: Words = "shared") -> Repacked:
 
 
 def member(repacked: Repacked, index: int) -> Repacked:
-    """One of the stacks of an stack of experts."""
+    """One of the stacks of a stack of experts."""
     layout = repacked.layout
     rows = layout.units * UNIT_ROWS
     return replace(

@@ -1,4 +1,4 @@
-"""Which linears one launch computes: matrices with a common input and format lie behind each other in memory.
+"""Which linears one launch computes: matrices with a common input and format follow each other in memory.
 
 Derived from the Programs and the weights' formats alone, so a build and a runtime find the same stacks. A weight that
 two passes use with different neighbours (the drafter's k and v) is in two stacks and stored twice.
@@ -45,56 +45,42 @@ class Stack:
         return not self.layout.swiglu and all(n % UNIT_ROWS == 0 for n in self.layout.columns[:-1])
 
     @property
+    def members(self) -> int:
+        """Stacks of :attr:`layout` in the array."""
+        return 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
-        return self.layout.nbytes
+        return self.members * self.layout.nbytes
 
     @property
     def rows(self) -> int:
-        """Rows with those that fill units up: so many factors of sums there are."""
-        return self.layout.units * UNIT_ROWS
+        """Rows with those that fill units up: as many as factors of sums."""
+        return self.members * self.layout.units * UNIT_ROWS
 
 
 @dataclass(frozen=True)
-class ExpertStack:
-    """Gate and up, or down, of a layer's experts: a stack for each, its *member*, one behind the other in one array.
+class ExpertStack(Stack):
+    """Gate and up, or down, of a layer's experts: a stack for each, its *member*, one after the other in one array.
 
-    A shared expert that is ``parts`` times as wide is the last ``parts`` members: slices of its gate and up rows, and
-    of its down columns, whose products add up to its own.
+    Names are those of each expert, then of the shared one; the layout is that of a member. A shared expert that is
+    ``parts`` times as wide is the last ``parts`` members: slices of its gate and up rows, and of its down columns,
+    whose products add up to its own.
     """
 
-    names: tuple[str, ...]  # canonical names of the weights, expert by expert; of the shared one last
-    layout: Layout  # of a member
     experts: int  # members before those of the shared expert
     parts: int  # 0: no shared expert
-
-    @property
-    def key(self) -> str:
-        """Name of the stack, as of a :class:`Stack`."""
-        return f"{self.names[0]}+{len(self.names) - 1}"
 
     @property
     def members(self) -> int:
         """Stacks of :attr:`layout` in the array."""
         return self.experts + self.parts
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights of all members."""
-        return self.members * self.layout.nbytes
-
-    @property
-    def rows(self) -> int:
-        """Rows of all members with those that fill units up: so many factors of sums there are."""
-        return self.members * self.layout.units * UNIT_ROWS
-
     def expert(self, index: int) -> tuple[str, ...]:
         """Names of an expert's matrices: gate and up, or down. The last index is the shared one's."""
         each = len(self.layout.columns)
         return self.names[index * each : (index + 1) * each]
-
-
-AnyStack = Stack | ExpertStack
 
 
 def program_stacks(program: Program, formats: Mapping[str, WeightFormat]) -> tuple[Stack, ...]:
@@ -119,11 +105,8 @@ def program_stacks(program: Program, formats: Mapping[str, WeightFormat]) -> tup
 
 
 def pair_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, Stack]:
-    """All stacks of a pair but its tower's by key; passes share what is equal."""
-    found = (
-        stack for p in (programs.prefill, programs.verify, programs.propose) for stack in program_stacks(p, formats)
-    )
-    return {stack.key: stack for stack in found}
+    """All stacks of a pair but its tower's and its experts' by key; passes share what is equal."""
+    return {stack.key: stack for one in _passes(programs) for stack in program_stacks(one, formats)}
 
 
 def tower_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, Stack]:
@@ -138,8 +121,12 @@ def expert_stacks(program: Program, formats: Mapping[str, WeightFormat]) -> dict
 
 def pair_experts(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, ExpertStack]:
     """All of a pair by key; passes share them."""
-    passes = (programs.prefill, programs.verify, programs.propose)
-    return {stack.key: stack for p in passes for pair in expert_stacks(p, formats).values() for stack in pair}
+    found = (pair for one in _passes(programs) for pair in expert_stacks(one, formats).values())
+    return {stack.key: stack for pair in found for stack in pair}
+
+
+def _passes(programs: PairPrograms) -> tuple[Program, ...]:
+    return (programs.prefill, programs.verify, programs.propose)
 
 
 def _experts(
@@ -198,9 +185,9 @@ def _stack(program: Program, names: tuple[str, ...], formats: Mapping[str, Weigh
     return Stack(names, layout)
 
 
-def unpack_weight(stack: AnyStack, repacked: Repacked, index: int) -> Weight:
+def unpack_weight(stack: Stack, repacked: Repacked, index: int) -> Weight:
     """Weight ``index`` of a stack, as :func:`unpack_matrix`; a shared expert's parts are put together."""
-    if isinstance(stack, Stack):
+    if not isinstance(stack, ExpertStack):
         return unpack_matrix(repacked, index)
     expert, matrix = divmod(index, len(stack.layout.columns))
     if expert < stack.experts:

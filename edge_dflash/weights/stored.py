@@ -19,20 +19,15 @@ from edge_dflash.weights.formats import BLOCK, E4M3_NAN, Array, Fp8Weight, Nvfp4
 from edge_dflash.weights.safetensors import DTYPES, Entry, TensorFiles
 
 KV_SCALE = (1e-6, 1e3)  # outside, real keys and values would all be 0 or 448
-SUFFIXES = (
-    "weight",
-    "weight_packed",
-    "weight_scale",
-    "weight_scale_2",
-    "weight_global_scale",
-    "weight_shape",
-    "weight_zero_point",
-    "weight_g_idx",
-    "input_scale",
-    "input_global_scale",
-)
-"""Tensors that together store a linear module; each follows the module's path and a dot."""
-
+_FORMS: Mapping[str, tuple[str, ...]] = {
+    "compressed-tensors INT4": ("weight_packed", "weight_scale", "weight_shape"),
+    "compressed-tensors NVFP4": ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
+    "ModelOpt NVFP4": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
+    "FP8": ("weight", "weight_scale", "input_scale"),
+}
+"""What a linear module may be stored as: its tensors, each named by the module's path, a dot and one of these."""
+_REFUSED = ("weight_zero_point", "weight_g_idx")  # of forms that are not read
+SUFFIXES = tuple(dict.fromkeys([*(suffix for form in _FORMS.values() for suffix in form), *_REFUSED]))
 
 INT4 = "int4"  # in messages, beside the names of formats
 INT4_BITS, INT4_KIND = 4, "int"  # num_bits and type of compressed-tensors
@@ -138,19 +133,22 @@ class ModuleReader:
 
     def linear(self, module: str, shape: tuple[int, ...]) -> Weight:
         """Linear weight [out, in] in whichever form it is stored. Raises CheckpointError for tensors of two forms."""
-        form, suffixes = self._form(module)
+        form = self._form(module)
+        suffixes = _FORMS.get(form, ("weight",))
         for suffix in SUFFIXES:
             if suffix not in suffixes and f"{module}.{suffix}" in self._tensors:
                 raise self._error(f"{module}.{suffix}", "there", f"only {' and '.join(suffixes)} beside {form} weights")
-        if form == "compressed-tensors NVFP4":
-            return self._nvfp4(module, shape, "weight_packed", "weight_global_scale", "input_global_scale")
-        if form == "ModelOpt NVFP4":
-            return self._nvfp4(module, shape, "weight", "weight_scale_2", "input_scale")
-        if form == "compressed-tensors INT4":
-            return self._int4(module, shape)
-        if form == "FP8":
-            return self._fp8(module, shape)
-        return self.wide(f"{module}.weight", shape)
+        match form:
+            case "compressed-tensors INT4":
+                return self._int4(module, shape)
+            case "compressed-tensors NVFP4":
+                return self._nvfp4(module, shape, "weight_packed", "weight_global_scale", "input_global_scale")
+            case "ModelOpt NVFP4":
+                return self._nvfp4(module, shape, "weight", "weight_scale_2", "input_scale")
+            case "FP8":
+                return self._fp8(module, shape)
+            case _:
+                return self.wide(f"{module}.weight", shape)
 
     def patches(self, tensor: str, shape: tuple[int, ...]) -> WideWeight:
         """A convolution over patches that do not overlap, [out, channels, frames, rows, columns], as [out, in]."""
@@ -179,35 +177,20 @@ class ModuleReader:
             raise self._error(tensor, value, f"a positive number, from {least:g} to {most:g}")
         return value
 
-    def _form(self, module: str) -> tuple[str, tuple[str, ...]]:
-        """Name of the form that the module's weight has, and the tensors that this form may have."""
+    def _form(self, module: str) -> str:
+        """Name of the form that the module's weight has: one of _FORMS, or the dtype of a wide one."""
         packed = f"{module}.weight_packed"
-        if packed in self._tensors and self._tensors.entry(packed).dtype == "I32":
-            return "compressed-tensors INT4", ("weight_packed", "weight_scale", "weight_shape")
         if packed in self._tensors:
-            return "compressed-tensors NVFP4", (
-                "weight_packed",
-                "weight_scale",
-                "weight_global_scale",
-                "input_global_scale",
-            )
+            return f"compressed-tensors {'INT4' if self._tensors.entry(packed).dtype == 'I32' else 'NVFP4'}"
         kind = self._tensors.entry(f"{module}.weight").dtype
-        if kind == "U8":
-            return "ModelOpt NVFP4", ("weight", "weight_scale", "weight_scale_2", "input_scale")
-        if kind == "F8_E4M3":
-            return "FP8", ("weight", "weight_scale", "input_scale")
-        return kind, ("weight",)
+        return {"U8": "ModelOpt NVFP4", "F8_E4M3": "FP8"}.get(kind, kind)
 
     def _nvfp4(self, module: str, shape: tuple[int, ...], packed: str, scale: str, input_scale: str) -> Nvfp4Weight:
         rows, columns = shape
         if columns % BLOCK:
             raise self._error(f"{module}.{packed}", f"{columns} inputs", f"a multiple of {BLOCK} for NVFP4")
-        kind, codes = self._array(f"{module}.{packed}", (rows, columns // 2))
-        if kind != "U8":
-            raise self._error(f"{module}.{packed}", f"dtype {kind}", "U8")
-        kind, blocks = self._array(f"{module}.weight_scale", (rows, columns // BLOCK))
-        if kind != "F8_E4M3":
-            raise self._error(f"{module}.weight_scale", f"dtype {kind}", "F8_E4M3")
+        codes = self._array_of(f"{module}.{packed}", "U8", (rows, columns // 2))
+        blocks = self._array_of(f"{module}.weight_scale", "F8_E4M3", (rows, columns // BLOCK))
         reciprocal = scale == "weight_global_scale"  # compressed-tensors stores 2688 / amax, ModelOpt amax / 2688
         value = self._multiplier(f"{module}.{scale}", reciprocal=reciprocal)
         activations = None
@@ -229,10 +212,7 @@ class ModuleReader:
         groups = scale.shape[1] if scale.ndim == 2 and scale.shape[0] == rows else 0
         if kind not in ("BF16", "F16", "F32") or groups == 0 or columns % groups:
             raise self._error(name, f"{kind} {list(scale.shape)}", f"BF16, F16 or F32 [{rows}, groups of inputs]")
-        values = _float(kind, scale)
-        if not ((values > 0) & np.isfinite(values)).all():
-            raise self._error(name, "not positive everywhere", "positive numbers")
-        return Int4Weight(packed, values)
+        return Int4Weight(packed, self._positive(name, kind, scale))
 
     def _multiplier(self, tensor: str, *, reciprocal: bool) -> float:
         """Global scale as a multiplier; real weights have max|W| < 2688, so it is below 1."""
@@ -249,15 +229,16 @@ class ModuleReader:
         kind, scale = self._array(name, None)
         if kind not in ("F32", "BF16") or scale.shape not in ((), (1,), (shape[0],), (shape[0], 1)):
             raise self._error(name, f"{kind} {list(scale.shape)}", f"F32 [], [1], [{shape[0]}] or [{shape[0]}, 1]")
-        values = _float(kind, scale).reshape(-1)
-        if not ((values > 0) & np.isfinite(values)).all():
-            raise self._error(name, "not positive everywhere", "positive numbers")
         activations = f"{module}.input_scale"
-        return Fp8Weight(
-            codes,
-            values,
-            self.scalar(activations) if activations in self._tensors else None,
-        )
+        input_scale = self.scalar(activations) if activations in self._tensors else None
+        return Fp8Weight(codes, self._positive(name, kind, scale).reshape(-1), input_scale)
+
+    def _positive(self, tensor: str, kind: str, scale: Array) -> Array:
+        """Scales as float32."""
+        values = _float(kind, scale)
+        if not ((values > 0) & np.isfinite(values)).all():
+            raise self._error(tensor, "not positive everywhere", "positive numbers")
+        return values
 
     def _array(self, tensor: str, shape: tuple[int, ...] | None) -> tuple[str, Array]:
         if tensor not in self._tensors:
@@ -266,6 +247,12 @@ class ModuleReader:
         if shape is not None and data.shape != shape:
             raise self._error(tensor, f"shape {list(data.shape)}", list(shape))
         return kind, data
+
+    def _array_of(self, tensor: str, wanted: str, shape: tuple[int, ...]) -> Array:
+        kind, data = self._array(tensor, shape)
+        if kind != wanted:
+            raise self._error(tensor, f"dtype {kind}", wanted)
+        return data
 
     def _error(self, tensor: str, found: object, wanted: object) -> CheckpointError:
         file: Path | str = self._tensors.entry(tensor).file if tensor in self._tensors else "checkpoint"

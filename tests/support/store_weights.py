@@ -7,7 +7,7 @@ import numpy as np
 from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 from edge_dflash.backends.cuda.weights import embedding_bits, vector
 from edge_dflash.weights.layout import repack, shared_part
-from edge_dflash.weights.stacks import Stack
+from edge_dflash.weights.stacks import ExpertStack
 
 
 class StoreWeights:
@@ -17,7 +17,7 @@ class StoreWeights:
         self._store, self.formats = store, formats
 
     def stack(self, gpu, stack):
-        if isinstance(stack, Stack):
+        if not isinstance(stack, ExpertStack):
             return LinearWeights.of(gpu, self._repacked(stack.names, stack.layout))
         members = [self._repacked(stack.expert(index), stack.layout) for index in range(stack.experts)]
         shared = tuple(self._store.get(name) for name in stack.expert(stack.experts))

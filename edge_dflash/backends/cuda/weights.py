@@ -19,7 +19,7 @@ from edge_dflash.errors import BackendError
 from edge_dflash.weights.formats import WeightFormat, WeightStore, WideWeight
 from edge_dflash.weights.layout import UNIT_ROWS, pack, row_blocks, words_of
 from edge_dflash.weights.safetensors import forget_pages
-from edge_dflash.weights.stacks import AnyStack, Stack
+from edge_dflash.weights.stacks import Stack
 
 
 class NativeWeights(Protocol):
@@ -30,7 +30,7 @@ class NativeWeights(Protocol):
         """Format of every weight of the pair."""
         ...
 
-    def stack(self, gpu: Gpu, stack: AnyStack) -> LinearWeights:
+    def stack(self, gpu: Gpu, stack: Stack) -> LinearWeights:
         """Allocate and fill a stack; of experts, all members behind each other, with the layout of one."""
         ...
 
@@ -61,9 +61,9 @@ class BundleWeights:
         """Format of every weight of the pair."""
         return self._bundle.manifest.weights
 
-    def stack(self, gpu: Gpu, stack: AnyStack) -> LinearWeights:
+    def stack(self, gpu: Gpu, stack: Stack) -> LinearWeights:
         """Allocate and fill a stack. Raises BundleError when the bundle lacks it, BackendError from the device."""
-        if isinstance(stack, Stack) and any(self.formats[name] == "tied" for name in stack.names):
+        if any(self.formats[name] == "tied" for name in stack.names):
             return self._tied(gpu, stack)
         packed = self._bundle.repacked(stack)
         loaded = LinearWeights.of(gpu, packed)
