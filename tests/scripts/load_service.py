@@ -1,26 +1,27 @@
 """A service under load: clients that ask one after another, for some minutes; and one that is killed again and again.
 
-``python tests/support/load_service.py BUNDLE --minutes 5 --clients 4`` prints requests, failures, times to the first
+``python tests/scripts/load_service.py BUNDLE --minutes 5 --clients 4`` prints requests, failures, times to the first
 token and the growth of memory after the first tenth. ``--kill 50`` kills the service in the middle of requests that
-often, starts it again, and checks that sessions saved before load and that no half file is left. ``--flood 18`` lets
-one caller send that many at once, and meanwhile another one an ordinary and an urgent request. Each prints a line of
-JSON.
+often, starts it again, and checks that sessions saved before load and that no half file is left. Each
+prints a line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import random
 import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
 import httpx2
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from service_support import Process
 
 CHAT = "/v1/chat/completions"
@@ -178,41 +179,6 @@ def kill(bundle: Path, times: int) -> dict:
     }
 
 
-def flood(bundle: Path, count: int, rounds: int = 5) -> dict:
-    """One caller fills its share of the queue; what becomes of it, and of another caller's requests."""
-    statuses, retries, urgent, ordinary = collections.Counter(), [], [], []
-
-    def ask(caller: str, priority: int, seconds: list[float]) -> None:
-        began = time.perf_counter()
-        with process.client() as client:
-            request = {"messages": [{"role": "user", "content": TASKS[0]}], "max_tokens": 48}
-            reply = client.post(CHAT, json={**request, "edge_dflash": {"caller": caller, "priority": priority}})
-        seconds.append(time.perf_counter() - began)
-        statuses[f"{caller} {priority}: {reply.status_code}"] += 1
-        if reply.status_code == 429:
-            retries.append(int(reply.headers["retry-after"]))
-
-    with tempfile.TemporaryDirectory() as folder, Process(bundle, Path(folder)) as process:
-        for _ in range(rounds):
-            flooding = [threading.Thread(target=ask, args=("flood", 0, [])) for _ in range(count)]
-            others = [threading.Thread(target=ask, args=("arm", 0, ordinary))]
-            others.append(threading.Thread(target=ask, args=("arm", 100, urgent)))
-            for thread in flooding:
-                thread.start()
-            time.sleep(0.3)
-            for thread in others:
-                thread.start()
-            for thread in (*flooding, *others):
-                thread.join()
-    return {
-        "rounds": rounds,
-        "statuses": dict(sorted(statuses.items())),
-        "retry_after": [min(retries, default=0), max(retries, default=0)],
-        "urgent_seconds": round(statistics.median(urgent), 2),
-        "ordinary_seconds": round(statistics.median(ordinary), 2),
-    }
-
-
 def turn(process: Process, name: str) -> dict:
     """One turn of a session."""
     with process.client() as client:
@@ -250,13 +216,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--kill", type=int, default=0)
-    parser.add_argument("--flood", type=int, default=0)
     given = parser.parse_args()
     bundle = given.bundle.resolve()
-    if given.flood:
-        print(json.dumps(flood(bundle, given.flood)))
-    else:
-        print(json.dumps(kill(bundle, given.kill) if given.kill else load(bundle, given.minutes, given.clients)))
+    print(json.dumps(kill(bundle, given.kill) if given.kill else load(bundle, given.minutes, given.clients)))
 
 
 if __name__ == "__main__":

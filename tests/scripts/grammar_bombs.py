@@ -1,6 +1,6 @@
 """Grammars made to take time and memory: what each costs, and what else is delayed by it.
 
-``python tests/support/grammar_bombs.py BUNDLE`` sends each to a planner and prints how it ended, seconds, memory of its
+``python tests/scripts/grammar_bombs.py BUNDLE`` sends each to a planner and prints how it ended, seconds, memory of its
 process and the longest delay of a thread that ticks every millisecond beside it, and of one in another process; then
 the worst of them together to a service, with ``/health`` asked beside them, a small form of another caller, and SIGTERM
 while they run. The last line is JSON.
@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from service_support import Process
 
 from edge_dflash.decode.grammar import compiled

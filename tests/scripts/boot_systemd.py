@@ -2,7 +2,7 @@
 
 By hand, as root, on a machine with systemd, cgroup v2 and overlayfs; nothing outside of a temporary directory changes:
 
-    python tests/support/boot_systemd.py BUNDLE
+    python tests/scripts/boot_systemd.py BUNDLE
 
 BUNDLE is one that runs here (edge-dflash demo makes one). Prints a line for each check and one JSON object last.
 """
