@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cli_support import PAIR
 from hypothesis import HealthCheck, settings
-from paths import DEMO, GOLDEN
+from paths import DEMO, GOLDEN, ROOT
 
 from edge_dflash.common.files import directory
 
@@ -35,6 +35,29 @@ else:
                 pytest.skip("needs torch", allow_module_level=True)
 
     sys.meta_path.insert(0, NoTorch)
+
+
+SLOW = (  # files and folders whose tests take half of the time
+    "demo",
+    "training/test_run.py",
+    "training/test_trainer.py",
+    "install/test_install.py",
+    "common/test_odd_files.py",
+    "cli/test_cli.py",
+    "cli/test_cli_demo_image.py",
+    "cli/test_cli_ending.py",
+    "builder/test_builder.py",
+    "builder/test_swap.py",
+    "test_readme.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Mark what ``-m "not slow"`` leaves out, devices and compilers of others included."""
+    for item in items:
+        name = item.path.relative_to(ROOT / "tests").as_posix()
+        if name.startswith(SLOW) or item.get_closest_marker("gpu") or item.get_closest_marker("tensorrt"):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

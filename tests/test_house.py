@@ -8,6 +8,7 @@ import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 from floors import FLOORS
@@ -15,13 +16,17 @@ from paths import ROOT
 
 PACKAGE = ROOT / "edge_dflash"
 FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 RANK = {room: i for i, room in enumerate(FLOORS)}
 LINES, FUNCTION = 500, 60  # a file above LINES says why in its docstring: "... lines: ..."
 SAME_IDEA = {"KvMemory": "the rows of K and V of one layer, in each backend"}  # public classes that two modules hold
 TICS = re.compile(  # each stands where a noun or a fact should
     r"(?:^(?:# )?|[.;,(:] )knows\b|\b(?:when|where) there is one\b|\bthere is none\b|\bof (?:its|their) own\b", re.I
 )
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def room(module: str) -> str:
@@ -56,7 +61,7 @@ def test_rooms_import_only_lower_ones():
     me = {path: path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
     assert not [
         f"{path} imports {module}"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for module in imports(tree)
         if room(module) != me[path] and RANK[room(module)] >= RANK[me[path]]
     ]
@@ -64,13 +69,13 @@ def test_rooms_import_only_lower_ones():
 
 def test_large_files_say_why():
     large = [path for path in FILES if len(path.read_text().splitlines()) > LINES]
-    assert not [path for path in large if "lines:" not in (ast.get_docstring(TREES[path]) or "")]
+    assert not [path for path in large if "lines:" not in (ast.get_docstring(trees()[path]) or "")]
 
 
 def test_functions_fit_a_screen():
     assert not [
         f"{path}: {node.name}"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= FUNCTION
     ]
@@ -83,7 +88,7 @@ def test_an_import_that_goes_up_is_found():
 
 def test_no_public_class_has_the_name_of_another():
     found = defaultdict(list)
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(str(path.relative_to(PACKAGE)))
