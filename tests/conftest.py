@@ -37,26 +37,24 @@ else:
     sys.meta_path.insert(0, NoTorch)
 
 
-SLOW = (  # files and folders whose tests take half of the time
-    "demo",
-    "training/test_run.py",
-    "training/test_trainer.py",
-    "install/test_install.py",
-    "common/test_odd_files.py",
-    "cli/test_cli.py",
-    "cli/test_cli_demo_image.py",
-    "cli/test_cli_ending.py",
-    "builder/test_builder.py",
-    "builder/test_swap.py",
-    "test_readme.py",
+SLOW = (  # what begins so takes two thirds of the time
+    *("gpu", "demo", "test_readme", "common/test_odd_files", "install/test_install", "text/test_template.py"),
+    *("builder/test_builder", "training/test_run", "training/test_trainer"),
+    *("backends/test_native_attend_wide", "backends/test_native_build", "backends/test_native_experts"),
+    *("checks/test_acceptance", "checks/test_expert_bytes", "checks/test_golden.py", "checks/test_lossless"),
+    *("cli/test_cli.py", "cli/test_cli_demo_image", "cli/test_cli_ending", "cli/test_cli_errors"),
+    *("decode/test_drafters", "decode/test_experts", "decode/test_grammar_processes", "decode/test_lanes.py"),
+    *("decode/test_pictured_lossless", "decode/test_sessions", "decode/test_spec_loop"),
+    *("runner/test_candidates", "runner/test_planner_calls", "runner/test_planner_schema", "runner/test_session_files"),
+    *("serve/test_serve_disk", "serve/test_serve_floods", "serve/test_serve_log", "serve/test_serve_names"),
 )
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what ``-m "not slow"`` leaves out, devices and compilers of others included."""
+    """Mark what ``-m "not slow"`` leaves out, what needs a GPU or TensorRT included."""
     for item in items:
         name = item.path.relative_to(ROOT / "tests").as_posix()
-        if name.startswith(SLOW) or item.get_closest_marker("gpu") or item.get_closest_marker("tensorrt"):
+        if name.startswith(SLOW) or item.get_closest_marker("tensorrt"):
             item.add_marker(pytest.mark.slow)
 
 
