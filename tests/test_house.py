@@ -9,6 +9,7 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 from floors import FLOORS
