@@ -260,18 +260,23 @@ def test_energy_is_unknown_across_a_gap_and_without_a_rail():
 def test_energy_is_sampled_only_between_begin_and_end():
     calls = []
     meter = EnergyMeter(lambda: calls.append(1) or Rail("VIN", "ina238", 10.0, None, None, None), period=0.01)
+
+    def sampled(count):
+        until = time.monotonic() + 60
+        while len(calls) < count and time.monotonic() < until:
+            time.sleep(0.01)
+        return len(calls) >= count
+
     began = time.perf_counter()
     meter.begin()
-    time.sleep(0.2)
+    assert sampled(3)
     meter.end()
     ended = time.perf_counter()
-    time.sleep(0.1)
-    seen = len(calls)
-    assert seen >= 3
     assert meter.joules(began, ended) == pytest.approx(10.0 * (ended - began), rel=1e-6)
+    time.sleep(0.1)  # one may be under way
+    seen = len(calls)
     time.sleep(0.1)
     assert len(calls) == seen
     meter.begin()
-    time.sleep(0.1)
+    assert sampled(seen + 2)
     meter.end()
-    assert len(calls) > seen

@@ -129,7 +129,9 @@ def test_recipes_are_checked_against_every_weight(tmp_path):
     override = "schema: 1\nname: x\noverrides: [{match: target.layers.9.*, format: bf16}]\n"
     refused(config_of("qwen3", tmp_path / "out", recipe=recipe(tmp_path, override)), RecipeError, "matches no weight")
     unknown = "schema: 1\nname: x\ncolour: red\n"
-    refused(config_of("qwen3", tmp_path / "out", recipe=recipe(tmp_path, unknown)), RecipeError, "unknown key colour")
+    refused(
+        config_of("qwen3", tmp_path / "out", recipe=recipe(tmp_path, unknown)), RecipeError, "colour is unknown here"
+    )
     widen = "schema: 1\nname: x\ntarget: {mlp: bf16}\n"
     config = config_of("modelopt", tmp_path / "out", recipe=recipe(tmp_path, widen))
     refused(config, RecipeError, "which the checkpoint stores as nvfp4")

@@ -143,11 +143,9 @@ def test_cancelling_ends_it_on_the_server_too(tmp_path):
 def test_deadlines_are_the_servers(tmp_path):
     service = fake_service(tmp_path, Slow(FakeBackend(TEXT_SHAPE, right=lambda position: 0), 0.02))
     with live(service, tmp_path) as url, Planner.connect(url) as remote:
-        began = time.perf_counter()
-        plan = remote.plan(TASK, deadline=0.3)
+        plan = remote.plan(TASK, deadline=1.0)  # to its end it would take ten times as long
         assert plan.finish_reason == "deadline"
-        assert len(plan.tokens) > 2
-        assert time.perf_counter() - began < 1.0
+        assert 2 < len(plan.tokens) < 50
         assert remote.plan(TASK, deadline=0.0).tokens == ()
     service.close()
 

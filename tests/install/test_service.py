@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -350,14 +349,13 @@ def test_an_old_release_that_cannot_be_removed_is_no_failure(root, made, program
     assert len(list((root / "opt/edge-dflash/releases").iterdir())) == 2
 
 
-def test_a_removal_waits_for_no_change_and_spoils_none(root, made, program, machine):
+def test_a_change_waits_for_no_other_and_spoils_none(root, made, program, machine):
     install(made / "one", root, program=program)
     before = files(root)
-    with (
-        releases.locked(InstallPaths(root)),
-        pytest.raises(EdgeDflashError, match=r"another change of .* is under way"),
-    ):
-        remove(root, host=machine)
+    with releases.locked(InstallPaths(root)):
+        for change in (rollback, remove):
+            with pytest.raises(EdgeDflashError, match=r"another change of .* is under way"):
+                change(root, host=machine)
     assert machine.told == []
     assert files(root) == before
 
@@ -491,14 +489,6 @@ def test_a_full_disk_changes_nothing(root, made, program, monkeypatch):
     assert files(root) == before
 
 
-def test_a_copy_that_was_interrupted_is_cleared_away(root, made, program):
-    left = root / "opt/edge-dflash/releases/.incoming-old"
-    left.mkdir(parents=True)
-    (left / "part").write_text("x")
-    install(made / "one", root, program=program)
-    assert not left.exists()
-
-
 @pytest.mark.parametrize(
     ("name", "begins", "folder"),
     [
@@ -518,17 +508,6 @@ def test_bundles_of_any_name(root, made, program, tmp_path, name, begins, folder
     assert outcome.releases == (outcome.release,)
     assert (root / "opt/edge-dflash/current/bundle").resolve().name == folder
     assert (root / "opt/edge-dflash/current/run").readlink() == program
-
-
-def test_two_at_a_time_are_refused(root, made, program):
-    install(made / "one", root, program=program)
-    descriptor = os.open(root / "opt/edge-dflash/releases", os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
-        with pytest.raises(EdgeDflashError, match=r"another change of .* is under way"):
-            rollback(root)
-    finally:
-        os.close(descriptor)
 
 
 def test_the_machine_is_told(root, made, program, machine):
