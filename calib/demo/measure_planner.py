@@ -19,8 +19,7 @@ import numpy as np
 
 from calib.demo.evaluate import BUDGET, heldout_tasks
 from edge_dflash.decode.backend import Rows
-from edge_dflash.decode.grammar.compiled import Grammar
-from edge_dflash.decode.grammar.constraint import GrammarConstraint
+from edge_dflash.decode.grammar.compiled import Grammar, GrammarConstraint
 from edge_dflash.decode.sampling import Packed
 from edge_dflash.decode.steering import Ask
 from edge_dflash.demo.actions import plan_schema, schema_problems

@@ -30,7 +30,7 @@ from edge_dflash.cli.plans import (
     timed_best,
 )
 from edge_dflash.common.files import LARGE, is_file, read_bytes
-from edge_dflash.decode.grammar.schema_check import schema_text
+from edge_dflash.decode.grammar.schema import schema_text
 from edge_dflash.decode.options import DECLARED, Declaration, Options, PlanOptions
 from edge_dflash.errors import RequestError
 from edge_dflash.pictures.decode import opened

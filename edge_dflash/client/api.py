@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edge_dflash.decode.grammar.schema_check import schema_text
+from edge_dflash.decode.grammar.schema import schema_text
 from edge_dflash.decode.options import DECLARED, Options, Task, as_messages, token_ids
 from edge_dflash.errors import RequestError, ServiceError
 from edge_dflash.pictures.decode import data_url

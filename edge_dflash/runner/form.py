@@ -8,8 +8,8 @@ from functools import partial
 from edge_dflash.decode.controls import Patience
 from edge_dflash.decode.grammar.calls import AnswerForm, Calls
 from edge_dflash.decode.grammar.compiled import Grammar, compile_form
-from edge_dflash.decode.grammar.schema_check import schema_json
-from edge_dflash.decode.grammar.wire import Source
+from edge_dflash.decode.grammar.schema import schema_json
+from edge_dflash.decode.grammar.walker import Source
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.steering import AfterThinking, Constraint, InCalls
 from edge_dflash.errors import RequestError

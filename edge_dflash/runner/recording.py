@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from edge_dflash.decode.grammar.schema_check import schema_json
+from edge_dflash.decode.grammar.schema import schema_json
 from edge_dflash.decode.options import DECLARED, Options
 from edge_dflash.result import Plan
 from edge_dflash.text.template import Message

@@ -4,7 +4,7 @@ import pytest
 
 from edge_dflash.common import rules
 from edge_dflash.common.suggest import slip_of
-from edge_dflash.decode.grammar.schema_keywords import KNOWN
+from edge_dflash.decode.grammar.keywords import KNOWN
 from edge_dflash.decode.options import RULES
 
 KEYS = ("attention_factor", "rope_theta", "top_k", "hidden_size", "minLength", "beta_slow", "layer_types", "conv1_size")

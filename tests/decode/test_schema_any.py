@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from json_schema import faults
 
-from edge_dflash.decode.grammar.schema_check import schema_json
+from edge_dflash.decode.grammar.schema import schema_json
 from edge_dflash.errors import RequestError
-from tests.decode.test_schema_idle import IDLE
+from tests.decode.test_schema import IDLE
 from tests.decode.test_schema_rewrite import STOP, drawn
 
 NAMES = st.sampled_from(["a", "b", "do"])

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from edge_dflash.decode.grammar.calls import Calls
-from edge_dflash.decode.grammar.schema_check import check
+from edge_dflash.decode.grammar.schema import plain
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tool_calls import JsonCalls
 from tests.decode.test_grammar import accepts, lark, schema
@@ -116,7 +116,7 @@ TOGETHER = [
 @pytest.mark.parametrize("source", TOGETHER, ids=lambda value: str(value)[:60])
 def test_options_that_could_hold_together_are_refused(source):
     with pytest.raises(RequestError, match=r"only one option .* options \d and \d could hold together; .* \(at #"):
-        check({**source, "$defs": {**source.get("$defs", {}), "t": {"oneOf": [LEAF, NODE]}}})
+        plain({**source, "$defs": {**source.get("$defs", {}), "t": {"oneOf": [LEAF, NODE]}}})
 
 
 def test_a_oneof_that_nothing_refers_to_does_not_matter():
@@ -172,16 +172,16 @@ MANY = [
 def test_many_options_are_told_apart_or_refused_in_bounded_time(source):
     began = time.process_time()
     with contextlib.suppress(RequestError):
-        check(source)
+        plain(source)
     assert time.process_time() - began < 5
 
 
 def test_options_that_are_many_and_tagged_are_taken():
-    check(MANY[0])
-    check(MANY[1])
-    check(MANY[4])
-    check(MANY[5])
+    plain(MANY[0])
+    plain(MANY[1])
+    plain(MANY[4])
+    plain(MANY[5])
     with pytest.raises(RequestError, match="too many to be told apart; let all differ in the constant of one property"):
-        check(MANY[3])
+        plain(MANY[3])
     with pytest.raises(RequestError, match="options 0 and 1 could hold together"):  # found out soon, or not at all
-        check(MANY[9])
+        plain(MANY[9])

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from grammar_support import END, Walk, compiled_here, tokenizer
 
-from edge_dflash.decode.grammar.schema_check import check, schema_json
-from edge_dflash.decode.grammar.schema_rewrite import LARGEST, rewrite
-from edge_dflash.errors import RequestError
-from tests.decode.test_grammar import SPELLING, accepts, lark, schema, text_of
+from edge_dflash.decode.grammar.keywords import LARGEST
+from edge_dflash.decode.grammar.rewrite import rewrite
+from edge_dflash.decode.grammar.schema import schema_json
+from tests.decode.test_grammar import SPELLING, accepts, schema, text_of
 
 STOP = (tokenizer().control_id(END),)
 DIGITS = frozenset(i for i, text in enumerate(SPELLING) if text.isdigit())
@@ -212,60 +212,3 @@ def test_a_format_holds_beside_a_pattern_and_a_length():
     assert accepts(encoded, '"QQ=="')
     assert not accepts(encoded, '"QR=="')
     assert not accepts(encoded, '"Q"')
-
-
-# keywords -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "annotation",
-    [
-        {"x-unit": "m", "x-order": [1, {"type": "nothing"}]},
-        {"example": 1, "externalDocs": {"url": "https://example.org"}},
-        {"readOnly": True, "deprecated": True, "default": 5, "$comment": "x", "examples": ["a"]},
-    ],
-)
-def test_what_only_describes_is_taken_and_changes_nothing(annotation):
-    source = {"type": "object", "properties": {"a": {"type": "boolean", **annotation}}, **annotation}
-    assert accepts(schema(source), '{"a":true}')
-    assert not accepts(schema(source), '{"a":1}')
-
-
-REFUSED = [
-    ({"type": "string", "contentMediaType": "application/json"}, "'contentMediaType' at # would not be enforced"),
-    ({"type": "string", "contentSchema": {"type": "object"}}, "'contentSchema' at # would not be enforced"),
-    ({"type": "string", "contentEncoding": "quoted-printable"}, "enforced are base64, base16; remove it"),
-    ({"type": "integer", "contentEncoding": "base64"}, "contentEncoding 'base64' at # would not be enforced on type"),
-    ({"type": "string", "format": "unknown"}, "format at # is 'unknown'; enforced are date-time"),
-    ({"type": "string", "format": ["date"]}, "format at # is ['date']"),
-    ({"properties": {"a": {"x-guidance": {"lenient": True}}}}, "'x-guidance' at #/properties/a would not be enforced"),
-    ({"prefixItems": [{}], "additionalItems": False}, "give prefixItems, and the rest as items"),
-    ({"type": "array", "additionalItems": False}, "additionalItems at # would not be enforced without a list of items"),
-    ({"const": 9007199254740993}, "const at # has 9007199254740993, which a double does not hold"),
-    ({"enum": [{"a": [2**70]}]}, "enum at # has 1180591620717411303424, which a double does not hold"),
-    ({"type": "integer", "minimum": 1e19}, "minimum at # is 1e+19; numbers between"),
-    ({"type": "number", "maximum": "5"}, "maximum at # is '5'; give a number"),
-    ({"multipleOf": 0}, "multipleOf at # is 0; give a number above 0"),
-    ({"maxLength": -1}, "maxLength at # is -1; give a whole number from 0 to 2147483647"),
-    ({"pattern": 5}, "pattern at # is 5; give a regular expression as a text"),
-    ({"required": "a"}, "required at # is 'a'; give a list of names"),
-]
-
-
-@pytest.mark.parametrize(("source", "reason"), REFUSED, ids=lambda value: str(value)[:50])
-def test_what_would_not_be_enforced_is_refused_with_its_place(source, reason):
-    with pytest.raises(RequestError) as refused:
-        check(source)
-    assert reason in str(refused.value)
-
-
-def test_an_older_dialect_does_not_switch_keywords_off():
-    source = {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "type": "array",
-        "prefixItems": [{"type": "null"}],
-        "items": False,
-    }
-    assert accepts(schema(source), "[null]")
-    assert not accepts(schema(source), "[1]")
-    assert accepts(lark(f"start: %json {json.dumps(source)}"), "[null]")

@@ -8,8 +8,7 @@ from fakes import Stepped
 from grammar_support import END, compile_regex, open_tokenizer, tokenizer, vocab_size
 
 from edge_dflash.decode.grammar.library import Vocabulary
-from edge_dflash.decode.grammar.walker import Walker, compiled
-from edge_dflash.decode.grammar.wire import Source
+from edge_dflash.decode.grammar.walker import Source, Walker, compiled
 from edge_dflash.decode.sampling import unpack
 from edge_dflash.decode.steering import AfterThinking
 from edge_dflash.errors import RequestError
@@ -24,7 +23,7 @@ class Direct(Stepped):
 
     def __init__(self, pattern):
         vocabulary = Vocabulary(tokenizer().to_json(), tokenizer().size, (END_ID,))
-        super().__init__(Walker(compiled(Source("regex", pattern, False, vocab_size()), vocabulary, (END_ID,))))
+        super().__init__(Walker(compiled(Source("regex", pattern, False, vocab_size()), vocabulary)))
 
     def packed(self):
         return np.frombuffer(self.inner.packed(), np.uint32)

@@ -71,9 +71,14 @@ WAIT = {"type": "function", "function": {"name": "wait"}}
 TOOLS = [GRASP, WAIT, tool('say "é"', {"text": {"type": "string"}}, ("text",))]
 
 
-def form(tools, words):
-    """A call of one of the tools, at its start; the tokenizers differ in their templates only."""
-    return Walk(compiled_here("tools", Calls.of("forced", tools, dialect_of(words)).grammar(), STOP))
+def forced(*tools, dialect="tagged"):
+    """The grammar of a call of one of the tools."""
+    return Calls.of("forced", tools, dialect_of(DIALECTS[dialect])).grammar()
+
+
+def form(tools, dialect):
+    """The same, at its start; the tokenizers differ in their templates only."""
+    return Walk(compiled_here("tools", forced(*tools, dialect=dialect), STOP))
 
 
 def drawn(constraint, words, seed):
@@ -112,11 +117,10 @@ def test_the_dialect_is_that_of_the_template():
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_forced_answer_is_one_call_whose_arguments_satisfy_the_schema(dialect):
     words = DIALECTS[dialect]
-    constraint = form(TOOLS, words)
+    constraint = form(TOOLS, dialect)
     seen = set()
     for seed in range(24):
-        tokens = drawn(constraint, words, seed)
-        constraint.pop(len(tokens) + 1)
+        tokens = drawn(constraint.copy(), words, seed)
         answer = split_answer(tokens, words, stop_token_ids=STOP, tools=TOOLS)
         assert not answer.malformed
         assert not answer.content
@@ -159,58 +163,64 @@ def test_what_the_template_writes_for_a_call_is_allowed(dialect):
     ids = words.encode_chat(messages, tools=TOOLS)
     opened, closed = (words.control_id(name) for name in ("<tool_call>", "</tool_call>"))
     start = len(ids) - 1 - ids[::-1].index(opened)
-    constraint = form(TOOLS, words)
+    constraint = form(TOOLS, dialect)
     for token in ids[start : ids.index(closed, start) + 1]:
         assert constraint.push(token), words.decode([token])
     assert constraint.complete
 
 
-REFUSED = [
-    ({"a": {"type": ["string", "integer"], "minimum": 3}}, "may be a text or something else, with rules that cannot"),
-    ({"a": {"type": "string", "pattern": "^a|b$"}}, "pattern of parameter 'a' has an anchor inside or beside |"),
-    ({"a": {"type": "string", "allOf": [{"maxLength": 3}, {"minLength": 1}]}}, "'allOf' of parameter 'a' would not be"),
-    ({"a>b": {"type": "string"}}, "which cannot stand in a tag"),
-    ({"a": {"enum": ["x</parameter>"]}}, "holds a closing tag"),
-    ({"a": {"type": "integer", "uniqueItems": True}}, "'uniqueItems' at #/properties/a would not be enforced"),
-]
+TEXT = {"type": "string"}
+REFUSED = [  # parameters, the reason with its advice, parameters that follow it
+    ({"a": {"type": ["string", "integer"], "minimum": 3}}, "be told apart in this model's dialect; give it one type",
+     {"a": {"type": "integer", "minimum": 3}}),
+    ({"a": {**TEXT, "pattern": "^a|b$"}}, "has an anchor inside or beside |; write it as ^(...)$",
+     {"a": {**TEXT, "pattern": "^(a|b)$"}}),
+    ({"a": {**TEXT, "allOf": [{"maxLength": 3}, {"minLength": 1}]}}, "'allOf' of parameter 'a' would not be enforced i",
+     {"a": TEXT}),
+    ({"a>b": TEXT}, "which cannot stand in a tag; use letters, digits and _", {"a_b1": TEXT}),
+    ({"a": {"enum": ["x</parameter>"]}}, "holds a closing tag; leave it out", {"a": {"enum": ["x"]}}),
+    ({"a": {**TEXT, "format": "hex"}}, "give a pattern beside it", {"a": {**TEXT, "format": "hex", "pattern": "^0"}}),
+    ({"a": {"type": "integer", "uniqueItems": True}}, "'uniqueItems' at #/properties/a would not be enforced", {}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("properties", "reason"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_the_tags_cannot_hold_is_refused_by_name(properties, reason):
+@pytest.mark.parametrize(("properties", "reason", "followed"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_the_tags_cannot_hold_is_refused_by_name(properties, reason, followed):
     with pytest.raises(RequestError) as refused:
-        Calls.of("forced", [tool("f", properties)], dialect_of(DIALECTS["tagged"])).grammar()
+        forced(tool("f", properties))
     assert str(refused.value).startswith("a call of the tool 'f' cannot be forced: ")
     assert reason in str(refused.value)
+    forced(tool("f", followed))
 
 
 def test_a_parameter_that_nothing_satisfies_is_left_out_where_it_is_optional():
     nothing, fine = {"type": "integer", "enum": [1.5, "1"]}, {"type": "boolean"}
     with pytest.raises(RequestError, match="nothing satisfies parameter 'a'; make it optional"):
-        Calls.of("forced", [tool("f", {"a": nothing, "b": fine}, ("a",))], dialect_of(DIALECTS["tagged"])).grammar()
-    made = Calls.of("forced", [tool("f", {"a": nothing, "b": fine})], dialect_of(DIALECTS["tagged"])).grammar()
+        forced(tool("f", {"a": nothing, "b": fine}, ("a",)))
+    made = forced(tool("f", {"a": nothing, "b": fine}))
     assert "parameter=b" in made
     assert "parameter=a" not in made
 
 
 def test_values_of_another_type_are_no_choices():
     integers = tool("f", {"a": {"type": "integer", "enum": [1, 1.5, 2.0, True, "3"]}}, ("a",))
-    text = Calls.of("forced", [integers], dialect_of(DIALECTS["tagged"])).grammar()
+    text = forced(integers)
     assert 'c0p0v: ("1" | "2.0") ' in text
 
 
 def test_rules_of_the_whole_are_refused_where_they_would_not_hold():
     with pytest.raises(RequestError, match="'minProperties' of its parameters would not be enforced"):
-        Calls.of("forced", [tool("f", {"a": {}}, minProperties=1)], dialect_of(DIALECTS["tagged"])).grammar()
+        forced(tool("f", {"a": {}}, minProperties=1))
     with pytest.raises(RequestError, match="its parameters are not of type object"):
-        Calls.of("forced", [{"name": "f", "parameters": {"type": "array"}}], dialect_of(DIALECTS["json"])).grammar()
+        forced({"name": "f", "parameters": {"type": "array"}}, dialect="json")
 
 
 def test_tools_that_are_too_many_or_alike_are_refused():
     with pytest.raises(RequestError, match="two tools are called 'wait'"):
-        Calls.of("forced", [WAIT, WAIT], dialect_of(DIALECTS["json"])).grammar()
+        forced(WAIT, WAIT, dialect="json")
     many = [tool(f"t{index}", {"a": {"const": "x" * 1000}}) for index in range(80)]
     with pytest.raises(RequestError, match=r"too large for a forced call: .* choose one by name, or give fewer"):
-        Calls.of("forced", many, dialect_of(DIALECTS["json"])).grammar()
+        forced(*many, dialect="json")
 
 
 CHOICES = [
@@ -233,7 +243,7 @@ def test_a_choice_of_none_tells_of_no_tools():
     assert Options(tools=TOOLS, tool_choice="none").tools is None
     assert Options(tools=TOOLS, tool_choice="wait").forced_tools == (WAIT,)
     assert Options(tools=TOOLS).forced_tools == ()
-    assert accepts(form([WAIT], DIALECTS["json"]), "") is False
+    assert accepts(form([WAIT], "json"), "") is False
 
 
 def test_a_forced_argument_has_the_type_that_its_schema_implies():
@@ -241,10 +251,9 @@ def test_a_forced_argument_has_the_type_that_its_schema_implies():
     path = {"anyOf": [{"items": {"type": "integer"}, "maxItems": 2}, {"type": "null"}]}
     move = tool("move", {"pose": pose, "path": path}, ("pose", "path"))
     words = DIALECTS["tagged"]
-    constraint = form([move], words)
+    constraint = form([move], "tagged")
     for seed in range(6):
-        tokens = drawn(constraint, words, seed)
-        constraint.pop(len(tokens) + 1)
+        tokens = drawn(constraint.copy(), words, seed)
         (call,) = split_answer(tokens, words, stop_token_ids=STOP, tools=[move]).tool_calls
         arguments = json.loads(call.arguments)
         assert set(arguments["pose"]) == {"x"}
@@ -264,6 +273,6 @@ def test_branches_that_multiply_or_lead_to_themselves_take_no_time(end, depth):
     many = tool("f", {"a": {"$ref": "#/$defs/d0"}}, **{"$defs": branches(depth, end)})
     began, made = time.process_time(), ""
     with contextlib.suppress(RequestError):
-        made = Calls.of("forced", [many], dialect_of(DIALECTS["tagged"])).grammar()
+        made = forced(many)
     assert len(made) < 1 << 16
     assert time.process_time() - began < 1

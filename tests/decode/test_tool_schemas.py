@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from json_schema import faults
 
 from edge_dflash.decode.grammar.calls import AnswerForm, Calls
-from edge_dflash.decode.grammar.schema_check import check
-from edge_dflash.decode.grammar.schema_plain import plain
+from edge_dflash.decode.grammar.schema import plain
 from edge_dflash.errors import RequestError
 from edge_dflash.text.chat import dialect_of
 from edge_dflash.text.tool_calls import MalformedToolCall, parse_tool_call
 from tests.decode.test_grammar import SPELLING, accepts, schema
-from tests.decode.test_tool_form import DIALECTS, STOP, drawn, form
+from tests.decode.test_tool_form import DIALECTS, STOP, TEXT, drawn, forced, form
 
 INTEGER = {"type": "integer", "minimum": 0, "maximum": 9}
 REFERENCES = (
@@ -104,19 +103,18 @@ def parameters(draw):
 def test_a_call_that_is_written_satisfies_the_schema_that_was_given(dialect, source, seed):
     words, tool = DIALECTS[dialect], {"name": "f", "parameters": source}
     try:
-        constraint = form([tool], words)
+        constraint = form([tool], dialect)
     except RequestError:
         return
     for turn in range(3):
         try:
-            tokens = drawn(constraint, words, seed + turn)
+            tokens = drawn(constraint.copy(), words, seed + turn)
         except RequestError:
             return
         except AssertionError as error:  # what refers to itself
             if "it does not end" not in str(error):
                 raise
             return
-        constraint.pop(len(tokens) + 1)
         answer = split_answer(tokens, words, stop_token_ids=STOP, tools=[tool])
         if answer.malformed and FREE.search(f"{answer.malformed[0].text} {answer.malformed[0].reason}"):
             continue
@@ -145,11 +143,8 @@ def test_records_in_records_are_written_once():
     assert accepts(one, '{"a":{"n1":{"n2":{"n0":5}}}}')
     assert not accepts(one, '{"a":{"n1":{"n2":{"n3":5}}}}')
     assert not accepts(one, '{"a":{"n1":{"n2":{"n0":"x"}}}}')
-    for dialect in DIALECTS.values():
-        assert (
-            len(Calls.of("forced", [{"name": "f", "parameters": records(4, 30)}], dialect_of(dialect)).grammar())
-            < 10_000
-        )
+    for dialect in DIALECTS:
+        assert len(forced({"name": "f", "parameters": records(4, 30)}, dialect=dialect)) < 10_000
 
 
 def test_names_of_a_whole_schema_are_counted():
@@ -161,7 +156,7 @@ def test_names_of_a_whole_schema_are_counted():
     }
     began = time.process_time()
     with pytest.raises(RequestError, match=r"'propertyNames' at #/properties/p0 would not .* list fewer names"):
-        check(many)
+        plain(many)
     far = {"type": "object", "properties": {}, "x-shared": {"a": {"const": "x" * 3000}}}
     for index in range(40):
         far["x-shared"] = {"deeper": far["x-shared"], "a": far["x-shared"]["a"]}
@@ -176,14 +171,14 @@ def test_what_stands_under_keywords_that_are_left_out_takes_no_time():
     for _ in range(60):
         deep = {"if": True, "then": deep, "else": {}}
     began = time.process_time()
-    check(json.loads(json.dumps(deep)))
+    plain(json.loads(json.dumps(deep)))
     assert time.process_time() - began < 1
     for key in ("contentSchema", "propertyNames", "then", "x-shared", "unevaluatedItems"):
         deep = {}
         for _ in range(400):
             deep = {key: deep}
         with pytest.raises(RequestError, match="nested deeper than 64 levels"):
-            check(deep)
+            plain(deep)
 
 
 # references -----------------------------------------------------------------------------------------------------------
@@ -227,21 +222,19 @@ def test_an_option_is_tagged_only_where_a_discriminator_says_so():
 def written(parameters, *values, dialect="tagged"):
     """For values of parameter a: whether each can be written, and what is read of it."""
     words, tool = DIALECTS[dialect], {"name": "f", "parameters": parameters}
-    constraint = form([tool], words)
+    constraint = form([tool], dialect)
     found = []
     for value in values:
         body = f"\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n"
-        pushed = [words.control_id("<tool_call>")]
-        assert constraint.push(pushed[0])
+        walker = constraint.copy()
+        assert walker.push(words.control_id("<tool_call>"))
         rest = body.encode()
         while rest:
             fits = [i for i, spelled in enumerate(SPELLING) if spelled and rest.startswith(spelled)]
-            token = next((i for i in sorted(fits, key=lambda i: -len(SPELLING[i])) if constraint.push(i)), None)
+            token = next((i for i in sorted(fits, key=lambda i: -len(SPELLING[i])) if walker.push(i)), None)
             if token is None:
                 break
-            pushed.append(token)
             rest = rest[len(SPELLING[token]) :]
-        constraint.pop(len(pushed))
         call = parse_tool_call(body, "id", [tool])
         found.append(
             (not rest, call.reason if isinstance(call, MalformedToolCall) else json.loads(call.arguments)["a"])
@@ -266,17 +259,14 @@ def test_keywords_beside_a_reference_hold():
         (written_good, read), (written_bad, _) = written(of(source, **{"$defs": defs}), good, bad)
         assert (written_good, read, written_bad) == (True, json.loads(good), False), source
     with pytest.raises(RequestError, match=r"'\$ref' of parameter 'a' would not be enforced"):
-        form(
-            [
-                {
-                    "name": "f",
-                    "parameters": of({"$ref": "#/$defs/N", "maxLength": 3}, **{"$defs": {"N": {"type": "string"}}}),
-                }
-            ],
-            DIALECTS["tagged"],
+        forced(
+            {
+                "name": "f",
+                "parameters": of({"$ref": "#/$defs/N", "maxLength": 3}, **{"$defs": {"N": {"type": "string"}}}),
+            }
         )
     with pytest.raises(RequestError, match="'enum' of parameter 'a' would not be enforced"):
-        form([{"name": "f", "parameters": of({"enum": ["a", "abc"], "minLength": 2})}], DIALECTS["tagged"])
+        forced({"name": "f", "parameters": of({"enum": ["a", "abc"], "minLength": 2})})
 
 
 @pytest.mark.parametrize(
@@ -313,7 +303,7 @@ def test_definitions_go_where_they_are_needed():
     defs = {f"D{index}": {"type": "object", "properties": {"x" * 40: {"type": "string"}}} for index in range(200)}
     properties = {f"p{index}": {"type": "integer"} for index in range(60)} | {"d": {"$ref": "#/$defs/D7"}}
     tool = {"name": "f", "parameters": {"type": "object", "properties": properties, "$defs": defs}}
-    assert len(Calls.of("forced", [tool], dialect_of(DIALECTS["tagged"])).grammar()) < 8000
+    assert len(forced(tool)) < 8000
 
 
 # beside a form, and where they are compiled ---------------------------------------------------------------------------
@@ -329,9 +319,9 @@ def test_a_tool_that_the_library_refuses_is_held_to_its_name(dialect):
     compiled_here("calls", Calls.of("beside", [LOOKS, FINE], dialect, REPORT).to_json(), STOP)
     for strict in ({**LOOKS, "strict": True}, FINE):
         calls = Calls.of("beside", [{**LOOKS, "strict": strict is not FINE}, FINE], dialect, REPORT)
-        form = REPORT if strict is not FINE else AnswerForm("schema", '{"pattern":"(?=x)"}')
+        report = REPORT if strict is not FINE else AnswerForm("schema", '{"pattern":"(?=x)"}')
         with pytest.raises(RequestError, match="look-around would not be enforced"):
-            compiled_here("calls", replace(calls, form=form).to_json(), STOP)
+            compiled_here("calls", replace(calls, form=report).to_json(), STOP)
     with pytest.raises(RequestError, match="look-around would not be enforced"):
         compiled_here("calls", Calls.of("forced", [LOOKS], dialect).to_json(), STOP)
 
@@ -376,7 +366,6 @@ def test_the_schemas_of_tools_are_bounded_like_schemas():
 EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 DURATION = r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
-TEXT = {"type": "string"}
 UUID = "00000000-0000-4000-8000-000000000000"
 TAKEN = [
     (
@@ -416,4 +405,4 @@ def test_what_may_be_null_is_read_as_null():
     assert written(of({**TEXT, "nullable": True}), "null", "x") == [(True, None), (True, "x")]
     both = {"oneOf": [{**TEXT, "nullable": True}, {**INTEGER, "nullable": True}]}
     with pytest.raises(RequestError, match="could hold together"):
-        check(both)
+        plain(both)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from copy import copy
 
 import numpy as np
 
 from edge_dflash.decode.backend import PairShape, Snapshot
 from edge_dflash.decode.cycle import host_cycle, host_cycles
-from edge_dflash.decode.grammar.child import look, walk
+from edge_dflash.decode.grammar.walker import masks, walk
 from edge_dflash.decode.sampling import pack
 from edge_dflash.decode.tree import branch, check_commit
 from edge_dflash.errors import RequestError
@@ -145,22 +147,45 @@ class FakeBackend:
 
 
 class Stepped:
-    """A constraint made of one that steps token by token: ``allowed``, ``push``, ``pop`` and ``forced``."""
+    """A constraint made of one that steps token by token: ``allowed``, ``push``, ``forced``; ``copy`` or ``pop``."""
 
     ended = False
+    steps = 0
 
     def __init__(self, inner):
         self.inner = inner
 
+    @contextmanager
+    def trying(self):
+        """What drafts are tried on: a copy, or itself, which steps back afterwards."""
+        tried = copy(self)
+        if hasattr(self.inner, "copy"):
+            tried.inner = self.inner.copy()
+            yield tried
+        else:
+            try:
+                yield tried
+            finally:
+                self.inner.pop(tried.steps)
+
     def walk(self, free, ask):
-        return walk(self, free, lambda row: ask(row, self.packed()))
+        while True:
+            with self.trying() as tried:
+                path, asks = walk(tried, free)
+                chosen = ask(len(path), tried.packed()) if asks else None
+            if chosen is None:
+                return path
+            free = [*path, chosen, *free[len(path) + 1 :]]
 
     def masks(self, drafts):
-        masks = []
-        error = look(self, drafts, lambda row, mask: masks.append(mask))
-        if error is not None and not masks:
-            raise error
-        return masks
+        found = []
+        with self.trying() as tried:
+            try:
+                found.extend(masks(tried, drafts))
+            except RequestError:
+                if not found:
+                    raise
+        return found
 
     def advance(self, tokens):
         for token in tokens:
@@ -172,10 +197,9 @@ class Stepped:
         return None if mask is None else pack(mask)
 
     def push(self, token):
-        return self.inner.push(token)
-
-    def pop(self, count):
-        self.inner.pop(count)
+        taken = self.inner.push(token)
+        self.steps += taken
+        return taken
 
     def forced(self):
         return self.inner.forced()

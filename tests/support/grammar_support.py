@@ -13,9 +13,8 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from edge_dflash.decode.grammar.compiled import Grammar, compile_form
 from edge_dflash.decode.grammar.library import Vocabulary
-from edge_dflash.decode.grammar.schema_check import schema_json
-from edge_dflash.decode.grammar.walker import Compiled, Walker, compiled
-from edge_dflash.decode.grammar.wire import Source
+from edge_dflash.decode.grammar.schema import schema_json
+from edge_dflash.decode.grammar.walker import Compiled, Source, Walker, compiled
 from edge_dflash.decode.sampling import unpack
 from edge_dflash.text.chat import Answer, AnswerStream
 from edge_dflash.text.template import ChatTemplate
@@ -78,7 +77,7 @@ def vocabulary(stop: tuple[int, ...]) -> Vocabulary:
 
 def compiled_here(kind: str, text: str, stop: tuple[int, ...], whitespace: bool = False) -> Compiled:
     """A grammar, compiled in this process."""
-    return compiled(Source(kind, text, whitespace, vocab_size()), vocabulary(stop), stop)
+    return compiled(Source(kind, text, whitespace, vocab_size()), vocabulary(stop))
 
 
 def compile_there(kind: str, form: object, words: Tokenizer, size: int, stop: Sequence[int]) -> Grammar:

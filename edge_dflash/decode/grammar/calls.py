@@ -14,12 +14,11 @@ from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 from edge_dflash.common.pointer import resolve
+from edge_dflash.decode.grammar.formats import ENCODINGS, FORMATS
+from edge_dflash.decode.grammar.keywords import kinds_of
 from edge_dflash.decode.grammar.lark_text import MAX_BYTES, MAX_RULES
-from edge_dflash.decode.grammar.schema_check import MAX_BYTES as MAX_SCHEMA_BYTES
-from edge_dflash.decode.grammar.schema_check import check
-from edge_dflash.decode.grammar.schema_formats import ENCODINGS, FORMATS
-from edge_dflash.decode.grammar.schema_keywords import kinds_of
-from edge_dflash.decode.grammar.schema_plain import alone, plain
+from edge_dflash.decode.grammar.schema import MAX_BYTES as MAX_SCHEMA_BYTES
+from edge_dflash.decode.grammar.schema import alone, plain
 from edge_dflash.errors import RequestError
 from edge_dflash.text.parameters import Meaning, meaning, parameter, written
 from edge_dflash.text.tool_calls import JsonCalls, TaggedCalls, Tool, function_of, is_strict
@@ -44,9 +43,6 @@ class AnswerForm:
         if self.kind == "regex":
             return f"form: FORM\nFORM: /(?:{_slashed(self.text)})/"
         schema = json.loads(self.text)
-        check(schema)
-        if not isinstance(schema, dict):
-            schema = {} if schema else {"not": {}}
         return f"form: {_json(schema)}"
 
 
@@ -194,7 +190,6 @@ def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
         given = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(given, dict):
         raise RequestError("its parameters are not of type object; give one")
-    check(given)
     root = plain(given)
     made = {key: value for key, value in root.items() if key != "$defs"}
     if made.get("type") == "object" and not made.keys().isdisjoint(("$ref", "allOf")):

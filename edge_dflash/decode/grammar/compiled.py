@@ -1,12 +1,13 @@
 """Constraints from a JSON Schema, a regular expression or a Lark grammar.
 
 A grammar is compiled once and walked by many requests; CACHED of them are kept, and a few compile at a time. The
-library runs in other processes (:mod:`edge_dflash.decode.grammar.child`): what a grammar can make it do is bounded in
+library runs in other processes (:mod:`edge_dflash.decode.grammar.worker`): what a grammar can make it do is bounded in
 time and memory there, and can be ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -14,13 +15,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from functools import partial
 from weakref import WeakKeyDictionary
 
-from edge_dflash.decode.controls import ENDLESS, Patience
-from edge_dflash.decode.grammar.constraint import GrammarConstraint
-from edge_dflash.decode.grammar.process import SLICE, Child, Died, OverBounds, Zygote
-from edge_dflash.decode.grammar.wire import Bounds, Source
+from edge_dflash.decode.controls import ENDLESS, Interrupted, Patience
+from edge_dflash.decode.grammar.process import SLICE, Channel, Child, Died, OverBounds, Zygote
+from edge_dflash.decode.grammar.walker import Source
+from edge_dflash.decode.grammar.worker import Bounds
+from edge_dflash.decode.sampling import Packed
+from edge_dflash.decode.steering import Ask
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tokenizer import Tokenizer
 
@@ -29,51 +31,8 @@ CACHED_BYTES = 512 << 20  # of memory that they take together, beyond the vocabu
 MAX_REGEX_BYTES = 16 * 1024
 BOUNDS = Bounds()
 REFUSED_SECONDS = 60.0  # a grammar that went over its bounds is not tried again; later the board may be less busy
-TRIES = 3  # to compile, when the vocabulary's process ends meanwhile
+TRIES = 3  # to compile or to open, when a process ends meanwhile
 _CLOSED = "the planner of this grammar is closed; open it again"
-
-
-class Turns:
-    """Who may do something now: ``places`` in all, ``share`` of them for each caller."""
-
-    def __init__(self, places: int, share: int) -> None:
-        self._places, self._share = places, share
-        self._taken: Counter[str] = Counter()
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def place(self, caller: str, patience: Patience) -> Iterator[None]:
-        """Hold a place, once there is one. Raises Interrupted when ``patience`` is over before."""
-        with self._changed:
-            while self._taken.total() >= self._places or self._taken[caller] >= self._share:
-                patience.check()
-                self._changed.wait(SLICE)
-            self._taken[caller] += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._taken[caller] -= 1
-                self._changed.notify_all()
-
-
-_TURNS = Turns(4, 2)  # of compiling: a board has 6 to 14 cores, and what compiles gives way to all else
-
-
-class Grammar:
-    """A grammar that was compiled. :meth:`constraint` gives each request its own state; for any thread."""
-
-    def __init__(self, grammars: Grammars, source: Source) -> None:
-        """``source`` was compiled by ``grammars``, and is again where its process ended."""
-        self._grammars = grammars
-        self._source = source
-        self.vocab_size = source.vocab_size
-        self.stop_token_ids = grammars.stop_token_ids
-
-    def constraint(self, patience: Patience = ENDLESS) -> GrammarConstraint:
-        """A fresh constraint, at the grammar's start, for a request of this patience."""
-        child = partial(self._grammars.child, self._source)
-        return GrammarConstraint((self.vocab_size + 31) // 32, child, patience)
 
 
 def compile_form(
@@ -101,27 +60,122 @@ def compile_form(
     return Grammar(grammars, source)
 
 
-def warm_up(tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> None:
-    """Begin to build the vocabulary, in its process; what is wrong with it is said to the first that needs it."""
-    _grammars(tokenizer, stop_token_ids).start()
+class Grammar:
+    """A grammar that was compiled. :meth:`constraint` gives each request its own state; for any thread."""
+
+    def __init__(self, grammars: Grammars, source: Source) -> None:
+        """``source`` was compiled by ``grammars``, and is again where its process ended."""
+        self._grammars = grammars
+        self._source = source
+        self.vocab_size = source.vocab_size
+        self.stop_token_ids = grammars.stop_token_ids
+
+    def constraint(self, patience: Patience = ENDLESS) -> GrammarConstraint:
+        """A fresh constraint, at the grammar's start, for a request of this patience."""
+        return GrammarConstraint(self._grammars, self._source, patience)
 
 
-def hold(owner: object, tokenizer: Tokenizer) -> Callable[[], object]:
-    """The processes of a tokenizer belong to ``owner``, too: they end when it calls what is returned, or is gone.
+class GrammarConstraint:
+    """A :class:`~edge_dflash.decode.steering.Constraint` at the start of a grammar.
 
-    With the last owner, that is; without one they end with the tokenizer.
+    Stop tokens are allowed where the text so far is whole, and nothing but them after one. Special tokens are never
+    allowed, unless a Lark grammar names them. When the process dies below it, by its bounds or by accident, another one
+    is brought to where it stood, and no drafts are tried any more: masks come as in plain decoding. The second death is
+    a RequestError.
     """
-    with _lock:
-        _owners[tokenizer] = _owners.get(tokenizer, 0) + 1
-    return weakref.finalize(owner, _release, tokenizer)
+
+    def __init__(self, grammars: Grammars, source: Source, patience: Patience) -> None:
+        """``source`` is compiled again where its process has ended."""
+        self._grammars, self._source, self._patience = grammars, source, patience
+        self._advanced: list[int] = []
+        self._died = False
+        self._channel: Channel | None = None
+        with contextlib.suppress(RequestError, Interrupted):  # they come again with the first mask
+            self._open()
+
+    def walk(self, free: Sequence[int], ask: Ask) -> list[int]:
+        """See Constraint."""
+        if not free or self._died:
+            return []
+        channel = self._open()
+        try:
+            return channel.walk(free, ask, self._patience)
+        except Died as death:
+            self._lose(channel, death)
+            return []
+        except BaseException:
+            self._channel = None  # it waits for what was asked
+            raise
+
+    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
+        """See Constraint."""
+        while True:
+            channel = self._open()
+            try:
+                return [*channel.masks(() if self._died else drafts, self._patience)]
+            except Died as death:
+                self._lose(channel, death)
+            except BaseException:
+                self._channel = None
+                raise
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See Constraint."""
+        self._advanced += tokens
+        if self._channel is not None:
+            try:
+                self._channel.advance(tokens)
+            except Died:
+                self._channel = None  # as if it had died before
+
+    def _open(self) -> Channel:
+        """A channel that stands after all tokens so far."""
+        for _ in range(TRIES):
+            if self._channel is not None:
+                return self._channel
+            child = self._grammars.child(self._source, self._patience)
+            try:
+                channel = Channel(child, (self._source.vocab_size + 31) // 32)
+                channel.advance(self._advanced)
+                self._channel = channel
+            except Died:  # before anything was asked of it
+                child.cause()
+        raise RequestError("the grammar's processes end as soon as they begin; look for who ends them")
+
+    def _lose(self, channel: Channel, death: Died) -> None:
+        """The process died of what was asked of it."""
+        self._channel = None
+        if self._died:
+            child, doing = channel.child, f"for the next token after {len(self._advanced)}"
+            raise RequestError(child.why(death.signal or 0, "the grammar", child.bounds.step_seconds, doing))
+        self._died = True
 
 
-def _release(tokenizer: Tokenizer) -> None:
-    with _lock:
-        _owners[tokenizer] -= 1
-        known = _known.pop(tokenizer, {}) if not _owners[tokenizer] else {}
-    for grammars in known.values():
-        grammars.close()
+class Turns:
+    """Who may do something now: ``places`` in all, ``share`` of them for each caller."""
+
+    def __init__(self, places: int, share: int) -> None:
+        self._places, self._share = places, share
+        self._taken: Counter[str] = Counter()
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def place(self, caller: str, patience: Patience) -> Iterator[None]:
+        """Hold a place, once there is one. Raises Interrupted when ``patience`` is over before."""
+        with self._changed:
+            while self._taken.total() >= self._places or self._taken[caller] >= self._share:
+                patience.check()
+                self._changed.wait(SLICE)
+            self._taken[caller] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken[caller] -= 1
+                self._changed.notify_all()
+
+
+_TURNS = Turns(4, 2)  # of compiling: a board has 6 to 14 cores, and what compiles gives way to all else
 
 
 class Grammars:
@@ -157,18 +211,27 @@ class Grammars:
                     break
             while not wait((other,), SLICE).done:
                 patience.check()
-            if (error := other.exception()) is not None:
-                raise error
+            other.result()
+        error: RequestError | None = None  # of all who wait; else they compile it themselves, as who gave up does not
         try:
             child = self._compiled(source, patience, caller)
-        except RequestError as error:
-            self._finish(source, mine, None, error)
+            self._keep(source, child)
+            return child
+        except RequestError as refused:
+            error = refused
             raise
-        except BaseException:  # only this one gave up: who waits for it compiles it itself
-            self._finish(source, mine, None, None)
-            raise
-        self._finish(source, mine, child, None)
-        return child
+        finally:
+            with self._lock:
+                if isinstance(error, OverBounds):  # it would be again
+                    self._refused[source] = time.monotonic() + REFUSED_SECONDS, str(error)
+                    self._refused.move_to_end(source)
+                    while len(self._refused) > CACHED:
+                        self._refused.popitem(last=False)
+                del self._compiling[source]
+            if error is None:
+                mine.set_result(None)
+            else:
+                mine.set_exception(error)
 
     def start(self) -> Zygote:
         """The vocabulary's process, which begins if it does not run."""
@@ -192,39 +255,25 @@ class Grammars:
     def _compiled(self, source: Source, patience: Patience, caller: str) -> Child:
         with _TURNS.place(caller, patience):
             for _ in range(TRIES):
-                try:
+                with contextlib.suppress(Died):  # with its zygote
                     return Child(self.start(), source, self._bounds, patience)
-                except Died:  # with its zygote
-                    continue
         raise RequestError(f"the process that compiles the {source.kind} ended {TRIES} times; look for who ends it")
 
-    def _finish(self, source: Source, mine: Future[None], child: Child | None, error: RequestError | None) -> None:
-        with self._lock:
-            if child is not None:
-                self._kept[source] = child
-                self._kept.move_to_end(source)
-                self._evict(child)
-            if isinstance(error, OverBounds):  # it would be again
-                self._refused[source] = time.monotonic() + REFUSED_SECONDS, str(error)
-                self._refused.move_to_end(source)
-                while len(self._refused) > CACHED:
-                    self._refused.popitem(last=False)
-            del self._compiling[source]
-        if error is None:
-            mine.set_result(None)
-        else:
-            mine.set_exception(error)
-
-    def _evict(self, new: Child) -> None:
+    def _keep(self, source: Source, new: Child) -> None:
         """End the processes that were not used for longest and that nobody uses, until the others are few enough."""
-        for source, child in tuple(self._kept.items()):
-            used = sum(one.private_bytes for one in self._kept.values())
-            if len(self._kept) <= CACHED and used <= CACHED_BYTES:
-                return
-            if child is not new and not child.channels:
-                del self._kept[source]
-                child.end()
+        with self._lock:
+            self._kept[source] = new
+            self._kept.move_to_end(source)
+            for other, child in tuple(self._kept.items()):
+                used = sum(one.private_bytes for one in self._kept.values())
+                if len(self._kept) <= CACHED and used <= CACHED_BYTES:
+                    return
+                if child is not new and not child.channels:
+                    del self._kept[other]
+                    child.end()
 
+
+# The processes of tokenizers ------------------------------------------------------------------------------------------
 
 _known: WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], Grammars]] = WeakKeyDictionary()
 _owners: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
@@ -238,3 +287,26 @@ def _grammars(tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> Grammars:
             raise RequestError(_CLOSED)
         by_stop = _known.setdefault(tokenizer, {})
         return by_stop.setdefault(stop, Grammars(tokenizer, stop))
+
+
+def warm_up(tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> None:
+    """Begin to build the vocabulary, in its process; what is wrong with it is said to the first that needs it."""
+    _grammars(tokenizer, stop_token_ids).start()
+
+
+def hold(owner: object, tokenizer: Tokenizer) -> Callable[[], object]:
+    """The processes of a tokenizer belong to ``owner``, too: they end when it calls what is returned, or is gone.
+
+    With the last owner, that is; without one they end with the tokenizer.
+    """
+    with _lock:
+        _owners[tokenizer] = _owners.get(tokenizer, 0) + 1
+    return weakref.finalize(owner, _release, tokenizer)
+
+
+def _release(tokenizer: Tokenizer) -> None:
+    with _lock:
+        _owners[tokenizer] -= 1
+        known = _known.pop(tokenizer, {}) if not _owners[tokenizer] else {}
+    for grammars in known.values():
+        grammars.close()

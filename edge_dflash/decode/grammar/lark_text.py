@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from edge_dflash.common.rules import refuse_surrogates
-from edge_dflash.decode.grammar.schema_check import check
-from edge_dflash.decode.grammar.schema_rewrite import rewrite
+from edge_dflash.decode.grammar.rewrite import rewrite
 from edge_dflash.errors import RequestError
 
 MAX_BYTES = 64 * 1024
@@ -75,7 +74,6 @@ def _inline_schema(text: str, start: int) -> tuple[dict[str, object], int]:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the grammar's %json is no JSON ({error}); give a JSON object") from None
     refuse_surrogates(schema, "the grammar's %json")
-    check(schema)
     return schema, end
 
 

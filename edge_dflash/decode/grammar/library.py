@@ -1,14 +1,14 @@
 """What the llguidance library is given and what it says: a tokenizer as it sees it, its messages in our words.
 
-Its messages name its options, its types and its sources. A table turns the known ones into what was found, where, and
-what to do instead; what is not known is cleaned of the library's own names.
+Its messages name its options, its types and its sources. Those that users meet are said with the place and a remedy;
+what is not known is cleaned of the library's own names.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from edge_dflash.common.panics import refused
@@ -50,6 +50,7 @@ class Vocabulary:
                 vocabulary[_HIDDEN + name] = vocabulary.pop(name)
         for place in ("post_processor", "padding", "truncation"):  # they name added tokens, and nothing here uses them
             files[place] = None
+        self.stop_token_ids = tuple(stop_token_ids)
         known = [token for token in stop_token_ids if token < size]
         if not known:
             raise RequestError(
@@ -76,100 +77,90 @@ class Vocabulary:
 
 # Messages -----------------------------------------------------------------------------------------------------------
 
-_ASSERTIONS = {"Start": "^", "End": "$", "StartLF": "^", "EndLF": "$"}
-_Words = Callable[["re.Match[str]"], str]
-
-_KNOWN: tuple[tuple[str, str | _Words, str], ...] = (  # pattern; our words; keyword of a schema whose places are named
-    (
-        r"oneOf constraints are not supported",
-        "that only one option of a oneOf holds would not be enforced, because two could hold together; let them differ "
-        "in their type or in a required constant, or use anyOf",
-        "oneOf",
-    ),
+_INVALID = r"the regex '\g<regex>' is not valid: "
+_KNOWN = (  # what the library says; our words; keywords of a schema whose places are named
     (
         r"min/maxProperties only supported",
         "minProperties and maxProperties are enforced only where all properties that are named are required; "
         "require them, or remove the limit",
-        "minProperties maxProperties",
+        ("minProperties", "maxProperties"),
     ),
     (
         r"patternProperty regexes (?P<a>/.*/) and (?P<b>/.*/) are not disjoint",
-        lambda m: f"patternProperties {m['a']} and {m['b']} can match one name; make them match different names",
-        "patternProperties",
+        r"patternProperties \g<a> and \g<b> can match one name; make them match different names",
+        ("patternProperties",),
     ),
     (
         r"circular references with sibling keys are not supported: (?:json-schema:/*)?(?P<ref>\S+)",
-        lambda m: f"$ref {m['ref']} leads to itself beside other keywords; move them into the definition",
-        "",
+        r"$ref \g<ref> leads to itself beside other keywords; move them into the definition",
+        (),
     ),
     (
         r"intersection stack level exceeded",
         "schemas that refer to themselves are combined, by allOf or by keywords beside $ref; write the combination out",
-        "allOf",
+        ("allOf",),
     ),
     (
         r"Value for 'multipleOf' has too many digits",
         "multipleOf has too many digits; give at most 9, and at most 10 behind the point",
-        "multipleOf",
+        ("multipleOf",),
     ),
     (
         r"Unable to determine if regex is empty",
         "pattern, format and length of a text are too complex together; make them simpler",
-        "pattern",
+        ("pattern",),
     ),
     (
         r"Regex is empty",
         "no text matches its pattern, format and length together; make them less strict",
-        "pattern",
+        ("pattern",),
     ),
     (
         r"Failed to generate regex for (?:float|integer) range",
         "its bounds of a number cannot be enforced together; give bounds within those of a 64-bit integer",
-        "minimum maximum",
+        ("minimum", "maximum"),
+    ),
+    (r"Unsatisfiable schema: (?P<why>[^\n]*)", r"nothing satisfies it: \g<why>; make it less strict", ()),
+    (
+        r"lookarounds not supported yet; (?:Start|End)\w* in regex /(?P<regex>.*)/",
+        r"the regex '\g<regex>' has ^ or $ inside, which would not be enforced; remove it",
+        (),
     ),
     (
-        r"Unsatisfiable schema: (?P<why>[^\n]*)",
-        lambda m: f"nothing satisfies it: {m['why']}; make it less strict",
-        "",
-    ),
-    (
-        r"lookarounds not supported yet; (?P<kind>\w+) in regex /(?P<regex>.*)/",
-        lambda m: (
-            f"the regex {m['regex']!r} has {_ASSERTIONS.get(m['kind'], 'a word boundary')} inside, "
-            "which would not be enforced; remove it"
-        ),
-        "",
+        r"lookarounds not supported yet; .* in regex /(?P<regex>.*)/",
+        r"the regex '\g<regex>' has a word boundary inside, which would not be enforced; remove it",
+        (),
     ),
     (
         r"regex parse error:\s*\n\s*(?P<regex>.*?)\n[^\n]*\nerror: (?P<what>look-around|backreferences)",
-        lambda m: f"the regex {m['regex']!r} is not valid: {m['what']} would not be enforced; write it without",
-        "pattern",
+        _INVALID + r"\g<what> would not be enforced; write it without",
+        ("pattern",),
     ),
     (
         r"regex parse error:\s*\n\s*(?P<regex>.*?)\n\s*\^+\s*\nerror: (?P<why>[^\n]*)",
-        lambda m: f"the regex {m['regex']!r} is not valid: {m['why']}; write it in the syntax of Rust's regex crate",
-        "",
+        _INVALID + r"\g<why>; write it in the syntax of Rust's regex crate",
+        (),
     ),
-    (r"no start rule found", "it has no start rule; name the rule that the answer must match start", ""),
+    (r"no start rule found", "it has no start rule; name the rule that the answer must match start", ()),
     (
         r"too many (?:states|expressions)|Current row has \d+ items",
         "it leaves too many ways open at once; make it simpler",
-        "",
+        (),
     ),
-    (r"too deeply nested", "it is nested too deeply; use more rules", ""),
-    (r"NoExtension", "no text leads to its end; make it less strict", ""),
+    (r"too deeply nested", "it is nested too deeply; use more rules", ()),
+    (r"NoExtension", "no text leads to its end; make it less strict", ()),
     (
         r"(?:Lexer|Parser)TooComplex|too complex|fuel|limits? (?:exceeded|reached)",
         "it is too complex; make it simpler",
-        "",
+        (),
     ),
-    (r"lexer error", "a character stands where none of the language can; quote texts with double quotes", ""),
+    (r"lexer error", "a character stands where none of the language can; quote texts with double quotes", ()),
 )
 _PLACE = re.compile(r"^(?:at )?(?P<line>\d+)\((?P<column>\d+)\): ", re.MULTILINE)
-_SOURCE = re.compile(r"^\s*(?:\d+ \| .*|\^+)\s*$", re.MULTILINE)  # lines of the grammar that the library repeats
-_OWN = re.compile(
-    r"\bjson-schema:/*|\(at (?:EOF|\"[^\n]*\)\))|<non-verbose/>|\b(?:Some|Ok|Err)\b|"
-    r"\b[A-Z][a-z]+(?:[A-Z][a-z]+)+\b|\b[a-z]+::\w+|`"
+_OWN = re.compile(  # lines of the grammar that the library repeats, places, its names
+    r"^\s*(?:\d+ \| .*|\^+)\s*$|^(?:at )?\d+\(\d+\): |\bjson-schema:/*|\(at (?:EOF|\"[^\n]*\)\))|<non-verbose/>|"
+    r"\b(?:Some|Ok|Err)\b|\b[A-Z][a-z]+(?:[A-Z][a-z]+)+\b|\b[a-z]+::\w+|`",
+    re.MULTILINE,
 )
 
 
@@ -182,30 +173,22 @@ def in_our_words(kind: str, message: str, text: str = "") -> str:
     where = f"line {place['line']}, column {place['column']}: " if place else ""
     for pattern, words, keywords in _KNOWN:
         if found := re.search(pattern, message):
-            said = words if isinstance(words, str) else words(found)
-            return one_line(f"{where}{said}{_places(kind, text, keywords)}")
-    plain = _OWN.sub("", _PLACE.sub("", _SOURCE.sub("", message)))
-    return one_line(f"{where}{' '.join(plain.split()) or 'it cannot be used'}; change it there")
+            places = list(_holding(json.loads(text), "#", keywords)) if kind == "schema" and keywords else []
+            more = ", ..." if len(places) > 3 else ""
+            return one_line(
+                f"{where}{found.expand(words)}" + (f" (at {', '.join(places[:3])}{more})" if places else "")
+            )
+    return one_line(f"{where}{' '.join(_OWN.sub('', message).split()) or 'it cannot be used'}; change it there")
 
 
-def _places(kind: str, text: str, keywords: str) -> str:
-    """Where a schema has one of the keywords."""
-    if kind != "schema" or not keywords:
-        return ""
-    try:
-        found = list(_holding(json.loads(text), "#", set(keywords.split())))
-    except (ValueError, RecursionError):
-        return ""
-    more = ", ..." if len(found) > 3 else ""
-    return f" (at {', '.join(found[:3])}{more})" if found else ""
-
-
-def _holding(node: Any, where: str, keywords: set[str]) -> Iterator[str]:
+def _holding(node: Any, where: str, keywords: Collection[str]) -> Iterator[str]:
+    """Places of a schema that hold one of the keywords."""
+    inside: Iterable[tuple[object, Any]] = ()
     if isinstance(node, dict):
-        if keywords & node.keys():
+        if not node.keys().isdisjoint(keywords):
             yield where
-        for key, child in node.items():
-            yield from _holding(child, f"{where}/{key}", keywords)
+        inside = node.items()
     elif isinstance(node, list):
-        for index, child in enumerate(node):
-            yield from _holding(child, f"{where}/{index}", keywords)
+        inside = enumerate(node)
+    for key, child in inside:
+        yield from _holding(child, f"{where}/{key}", keywords)

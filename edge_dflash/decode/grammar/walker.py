@@ -1,4 +1,4 @@
-"""A grammar that the llguidance library compiled, and steps along it. Runs in a process of the grammar's.
+"""A form that an answer must have, compiled by the llguidance library, and walks along it; run in other processes.
 
 Two properties make constrained speculative decoding equal to constrained plain decoding: a mask is a function of the
 tokens pushed so far and of nothing else, and forced tokens are exactly those that the masks along them leave.
@@ -6,16 +6,18 @@ tokens pushed so far and of nothing else, and forced tokens are exactly those th
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import takewhile
+from typing import TYPE_CHECKING, Literal
 
 from edge_dflash.decode.grammar.calls import Calls
 from edge_dflash.decode.grammar.lark_text import prepare
 from edge_dflash.decode.grammar.library import Vocabulary, in_our_words
-from edge_dflash.decode.grammar.schema_check import check
-from edge_dflash.decode.grammar.schema_rewrite import rewrite
-from edge_dflash.decode.grammar.wire import Source
+from edge_dflash.decode.grammar.rewrite import rewrite
 from edge_dflash.errors import RequestError, one_line
 
 if TYPE_CHECKING:
@@ -29,8 +31,27 @@ _WHITESPACE = r"[ \t\n\r]{1,64}"  # bounded, so that a model cannot go on with b
 
 
 @dataclass(frozen=True)
+class Source:
+    """A form that an answer must have as a whole, for a model of ``vocab_size`` ids.
+
+    - "schema": JSON text. Properties come in the order in which it names them. ``whitespace`` False: no blanks outside
+      strings; True: up to 64 in a row.
+    - "regex": in the syntax of Rust's regex crate, without look-around and back-references.
+    - "grammar": Lark in the dialect of llguidance, from its rule ``start``. ``<name>`` is a special token,
+      ``%json {...}`` a JSON Schema, to which ``whitespace`` applies.
+    - "calls": JSON of the :class:`~edge_dflash.decode.grammar.calls.Calls` that it may have.
+    - "tools": Lark, made of them.
+    """
+
+    kind: Literal["schema", "regex", "grammar", "calls", "tools"]
+    text: str
+    whitespace: bool
+    vocab_size: int
+
+
+@dataclass(frozen=True)
 class Compiled:
-    """A grammar at its start. ``matcher`` is only copied; ``tokens``: number of ids it covers."""
+    """A grammar at its start. ``matcher`` is only copied; ``tokens``: ids that it and the model have."""
 
     matcher: LLMatcher
     tokens: int
@@ -43,21 +64,24 @@ class Walker:
 
     Stop tokens are allowed where the text so far is whole, and nothing but them after one. Special tokens are never
     allowed, unless a Lark grammar names them. ``packed``, ``push`` and ``forced`` raise RequestError when the grammar
-    turns out too complex at this point; :meth:`pop` leads back to where it was not.
+    turns out too complex at this point, and leave the walker there.
     """
 
     def __init__(self, grammar: Compiled) -> None:
+        self.ended = False  # a stop token was pushed
         self._grammar = grammar
         self._matcher = grammar.matcher.deep_copy()
-        self._anchor, self._anchored = grammar.matcher, 0  # a matcher that is only copied, and how much it has consumed
         self._pushed: list[int] = []  # without stop tokens
-        self._stopped = 0  # stop tokens pushed, all at the end
         self._words: bytes | None = None  # mask of this position, once it was asked for
 
-    @property
-    def ended(self) -> bool:
-        """Whether a stop token was pushed."""
-        return self._stopped > 0
+    def copy(self) -> Walker:
+        """Another one at the same place: drafts are tried on it.
+
+        The library's own rollback is not used: in version 1.9 masks after it may be those of the path that was left.
+        """
+        other = copy(self)
+        other._matcher, other._pushed = self._matcher.deep_copy(), [*self._pushed]
+        return other
 
     def packed(self) -> bytes:
         """Tokens that may come next, as ceil(vocab_size / 32) words of 32 bits."""
@@ -65,15 +89,18 @@ class Walker:
             self._words = self._compute()
         return self._words
 
+    def forget(self) -> None:
+        """Make the mask of this position anew when it is asked for."""
+        self._words = None
+
     def push(self, token: int) -> bool:
         """Step over a token. False, and no step, when it is not allowed."""
         if token in self._grammar.stop_token_ids:
             if not _holds(self.packed(), token):
                 return False
-            self._stopped += 1
-            self._words = None
+            self.ended, self._words = True, None
             return True
-        if self._stopped or not 0 <= token < min(self._grammar.tokens, self._grammar.vocab_size):
+        if self.ended or not 0 <= token < self._grammar.tokens:
             return False
         self._refuse_error()
         taken = self._matcher.try_consume_tokens([token]) == 1
@@ -83,40 +110,13 @@ class Walker:
             self._words = None
         return taken
 
-    def pop(self, count: int) -> None:
-        """Step back over the last ``count`` tokens. Raises ValueError when fewer were pushed.
-
-        The library's own rollback is not used: in version 1.9 masks behind it may be those of the path that was left.
-        A copy of the matcher where the last step back ended goes forward instead (30 us for 200 tokens).
-        """
-        if not 0 <= count <= len(self._pushed) + self._stopped:
-            raise ValueError(f"cannot step back over {count} of {len(self._pushed) + self._stopped} tokens")
-        if count == 0 and not self._matcher.is_error():
-            return
-        self._words = None
-        stops = min(count, self._stopped)
-        self._stopped -= stops
-        rest = count - stops
-        if rest or self._matcher.is_error():
-            del self._pushed[len(self._pushed) - rest :]
-            if len(self._pushed) < self._anchored:
-                self._anchor, self._anchored = self._grammar.matcher, 0
-            self._matcher = self._anchor.deep_copy()
-            if len(self._pushed) > self._anchored:
-                self._matcher.consume_tokens(self._pushed[self._anchored :])
-                self._anchor, self._anchored = self._matcher.deep_copy(), len(self._pushed)
-
     def forced(self) -> tuple[int, ...]:
         """Tokens that must come next, in order, at most 64; empty when there is a choice."""
-        if self._stopped:
+        if self.ended:
             return ()
         self._refuse_error()
-        found: list[int] = []
-        stop = self._grammar.stop_token_ids
-        for token in self._matcher.compute_ff_tokens()[:_FORCED_AT_ONCE]:
-            if token in stop:
-                break
-            found.append(token)
+        forced = self._matcher.compute_ff_tokens()[:_FORCED_AT_ONCE]
+        found = list(takewhile(lambda token: token not in self._grammar.stop_token_ids, forced))
         self._refuse_error()
         found = found[: self._matcher.validate_tokens(found)]
         if not found:
@@ -127,32 +127,69 @@ class Walker:
     def _compute(self) -> bytes:
         grammar, stop = self._grammar, self._grammar.stop_token_ids
         words = bytearray(4 * ((grammar.vocab_size + 31) // 32))
-        if not self._stopped:
+        if not self.ended:
             bits = self._matcher.compute_bitmask()
             self._refuse_error()
-            whole, rest = divmod(min(grammar.tokens, grammar.vocab_size), 8)
+            whole, rest = divmod(grammar.tokens, 8)
             words[:whole] = bits[:whole]
             if rest:
                 words[whole] = bits[whole] & ((1 << rest) - 1)
-        if self._stopped or any(_holds(words, token) for token in stop):
+        if self.ended or any(_holds(words, token) for token in stop):
             for token in stop:
                 words[token // 8] |= 1 << token % 8
         return bytes(words)
 
     def _refuse_error(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(
-                f"the grammar cannot go on after {len(self._pushed)} tokens "
-                f"({in_our_words('grammar', self._matcher.get_error())})"
-            )
+            why = in_our_words("grammar", self._matcher.get_error())
+            self._matcher = self._grammar.matcher.deep_copy()
+            self._matcher.consume_tokens(self._pushed)
+            raise RequestError(f"the grammar cannot go on after {len(self._pushed)} tokens ({why})")
 
 
-def compiled(source: Source, vocabulary: Vocabulary, stop_token_ids: tuple[int, ...]) -> Compiled:
+def walk(walker: Walker, free: Sequence[int]) -> tuple[list[int], bool]:
+    """Drafts that the grammar allows, made from the ``free`` ones, and whether one is to be chosen next.
+
+    The walker steps over them. A draft that is refused is replaced by what is forced there. The path ends where nothing
+    is, or where the grammar becomes too complex.
+    """
+    path: list[int] = []
+    forced: list[int] = []  # in place of the draft that was refused, and of those after it
+    with contextlib.suppress(RequestError):
+        for draft in free:
+            token = forced.pop(0) if forced else draft
+            if not walker.push(token):
+                forced = [*walker.forced()]
+                if not forced:
+                    walker.packed()
+                    return path, True
+                if not walker.push(token := forced.pop(0)):
+                    break
+            path.append(token)
+            if walker.ended:
+                break
+    return path, False
+
+
+def masks(walker: Walker, drafts: Sequence[int]) -> Iterator[bytes]:
+    """The masks before the first draft, after it, ...; the walker steps over them.
+
+    They end, without a reason, at a draft that is not allowed, and after a stop token. Raises RequestError when the
+    grammar becomes too complex.
+    """
+    yield walker.packed()
+    for draft in drafts:
+        if walker.ended or not walker.push(draft):
+            return
+        yield walker.packed()
+
+
+def compiled(source: Source, vocabulary: Vocabulary) -> Compiled:
     """Compile a grammar. Raises RequestError when it is invalid or nothing satisfies it. Takes any time and memory."""
     from llguidance import LLMatcher, LLParserLimits
 
     if source.kind == "calls":
-        return _of_calls(source, vocabulary, stop_token_ids)
+        return _of_calls(source, vocabulary)
     kind = source.kind
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     matcher = LLMatcher(vocabulary.tokenizer, _grammar_text(source, vocabulary), log_level=0, limits=limits)
@@ -173,17 +210,18 @@ def compiled(source: Source, vocabulary: Vocabulary, stop_token_ids: tuple[int, 
         probe.compute_bitmask()
     if probe.is_error():
         raise RequestError(f"nothing satisfies the {kind} ({in_our_words(kind, probe.get_error(), source.text)})")
-    grammar = Compiled(matcher, vocabulary.size, source.vocab_size, stop_token_ids)
+    tokens = min(vocabulary.size, source.vocab_size)
+    grammar = Compiled(matcher, tokens, source.vocab_size, vocabulary.stop_token_ids)
     _try_out(grammar, kind)
     return grammar
 
 
-def _of_calls(source: Source, vocabulary: Vocabulary, stop_token_ids: tuple[int, ...]) -> Compiled:
+def _of_calls(source: Source, vocabulary: Vocabulary) -> Compiled:
     """Calls are held to their names alone where the library refuses their schemas and they may be."""
     calls = Calls.from_json(source.text)
 
     def made(text: str) -> Compiled:
-        return compiled(replace(source, kind="tools", text=text), vocabulary, stop_token_ids)
+        return compiled(replace(source, kind="tools", text=text), vocabulary)
 
     try:
         return made(calls.grammar())
@@ -222,9 +260,7 @@ def _grammar_text(source: Source, vocabulary: Vocabulary) -> str:
 
     options = _json_options(source.whitespace)
     if source.kind == "schema":
-        schema = json.loads(source.text)
-        check(schema)
-        text = json.dumps(rewrite(schema), ensure_ascii=False)
+        text = json.dumps(rewrite(json.loads(source.text)), ensure_ascii=False)
         return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
     if source.kind == "regex":
         return LLMatcher.grammar_from_regex(source.text)

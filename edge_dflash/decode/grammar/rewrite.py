@@ -7,10 +7,9 @@
 - Where a schema leaves a value free, it becomes a reference to a definition of any JSON value with such numbers. Not
   where schemas are intersected (``allOf``, keywords beside ``anyOf`` or ``$ref``): the library cannot intersect what
   refers to itself, and free values there have numbers without bound.
-- ``format`` and ``contentEncoding`` become the patterns of :mod:`edge_dflash.decode.grammar.schema_formats`.
+- ``format`` and ``contentEncoding`` become the patterns of :mod:`edge_dflash.decode.grammar.formats`.
 
-The schema was taken by :func:`edge_dflash.decode.grammar.schema_check.check`; it is brought into plain form first
-(:mod:`edge_dflash.decode.grammar.schema_plain`).
+It is brought into plain form first (:mod:`edge_dflash.decode.grammar.schema`).
 """
 
 from __future__ import annotations
@@ -18,27 +17,25 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from decimal import Decimal
-from itertools import chain, count
+from itertools import count
 from math import prod, ulp
 from typing import Any
 from urllib.parse import quote, unquote
 
 from edge_dflash.common.pointer import resolve
-from edge_dflash.decode.grammar.schema_check import all_nodes, inner
-from edge_dflash.decode.grammar.schema_formats import ENCODINGS, FORMATS
-from edge_dflash.decode.grammar.schema_idle import may_be
-from edge_dflash.decode.grammar.schema_keywords import (
+from edge_dflash.decode.grammar.formats import ENCODINGS, FORMATS
+from edge_dflash.decode.grammar.keywords import (
     DEFINITIONS,
     LARGEST,
     LISTS,
     NAMED,
     SINGLE,
-    Node,
     is_number,
     kinds_of,
-    numbers_in,
+    may_be,
+    scalars_in,
 )
-from edge_dflash.decode.grammar.schema_plain import plain
+from edge_dflash.decode.grammar.schema import all_nodes, inner, plain
 from edge_dflash.errors import RequestError
 
 FRACTION_DIGITS = 10  # of the library's multipleOf: it takes no finer power of ten
@@ -59,16 +56,14 @@ class _Rewriting:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._merged: set[int] = set()  # ids of nodes
-        self._visited: set[tuple[int, bool]] = set()
-        self._mark(root, merged=False)
+        self._merged = _merged(root)
         self._usual = all(abs(number) <= LARGEST for number in _numbers(root, ("const", "enum")))
         multiples = set(_numbers(root, ("multipleOf",)))
         if self._merged and len(multiples) > 1 and _overflow(multiples):
             raise RequestError("the values of multipleOf are too large to be combined; write one multipleOf of them")
         self._digits = digits = all(_is_fine(number) for number in _numbers(root, (*_BOUNDS, "const", "enum")))
         self._fine = digits and not multiples and not (self._merged and _crossed(root))
-        names = chain(["any"], (f"any{number}" for number in count(1)))
+        names = (f"any{number or ''}" for number in count())
         self._names = (name for name in names if name not in root.get("$defs", {}))  # of added definitions
         self._added: dict[str, Any] = {}  # definitions
         self._shared: dict[str, str] = {}  # schema of a scalar as JSON: its definition
@@ -79,29 +74,17 @@ class _Rewriting:
         assert isinstance(made, dict)
         return {**made, "$defs": {**made.get("$defs", {}), **self._added}} if self._added else made
 
-    def _mark(self, root: Node, *, merged: bool) -> None:
-        pending: list[tuple[object, bool]] = [(root, merged)]
-        while pending:
-            node, merged = pending.pop()
-            if not isinstance(node, dict) or (id(node), merged) in self._visited:
-                continue
-            self._visited.add((id(node), merged))
-            if merged:
-                self._merged.add(id(node))
-            inside = merged or _intersects(node)
-            pending += ((child, inside) for _, child in inner(node))
-            if "$ref" in node:
-                pending.append((resolve(self._root, node["$ref"]), inside))
-
     def _free(self) -> dict[str, Any]:
         """A reference to any value."""
+        free = {"$ref": f"#/$defs/{self._any}"}
         if not self._any:
             self._any = next(self._names)
-            free, number = self._free(), {"type": "number"}
+            free["$ref"] += self._any
+            number: dict[str, Any] = {"type": "number"}
             self._bound(number, merged=False)
             options = [{"type": ["null", "boolean", "string"]}, number, {"type": "array", "items": free}]
             self._added[self._any] = {"anyOf": [*options, {"type": "object", "additionalProperties": free}]}
-        return {"$ref": f"#/$defs/{self._any}"}
+        return free
 
     def _share(self, made: dict[str, Any]) -> dict[str, Any]:
         """A reference to a schema of numbers: the library takes milliseconds to compile the bounds of each."""
@@ -121,10 +104,7 @@ class _Rewriting:
         made = {key: self._value(key, value, merged or _intersects(node)) for key, value in kept.items()}
         if self._digits and may_be(node, "number"):
             _include(made)
-        encoding = made.pop("contentEncoding", None)
-        patterns = [*FORMATS.get(made.pop("format", ""), ()), *ENCODINGS.get(encoding or "", ())]
-        if patterns:
-            _add_patterns(made, patterns)
+        _add_patterns(made)
         if not kept.keys() & _APPLICATORS and kept.keys() - DEFINITIONS:
             if not merged:
                 self._close(made)
@@ -158,20 +138,33 @@ class _Rewriting:
     def _bound(self, made: dict[str, Any], *, merged: bool) -> None:
         """Let numbers end."""
         kinds = kinds_of(made)
-        if kinds and not {"number", "integer"} & set(kinds):
-            return
-        if merged and not self._usual:  # a larger value is named elsewhere
+        if (kinds and _NUMBERS.isdisjoint(kinds)) or (merged and not self._usual):  # a larger value is named elsewhere
             return
         low, high = _limit(made, "minimum"), _limit(made, "maximum")
-        if low is None or low < -LARGEST:
-            _replace(made, "minimum", -LARGEST)
-        if high is None or high > LARGEST:
-            _replace(made, "maximum", LARGEST)
+        for key, given, bound in (("minimum", low, -LARGEST), ("maximum", high, LARGEST)):
+            if given is None or abs(given) > LARGEST:
+                made[key] = bound
+                made.pop(f"exclusive{key.capitalize()}", None)
         own = all(_is_fine(value) for key in _BOUNDS if is_number(value := made.get(key)))
         fine = self._fine if merged else own and "multipleOf" not in made
         wide = low is None or high is None or high - low >= _NARROW
         if fine and wide and (not kinds or "number" in kinds):
             made["multipleOf"] = _STEP
+
+
+def _merged(root: dict[str, Any]) -> set[int]:
+    """Ids of the nodes that are merged."""
+    visited: set[tuple[int, bool]] = set()
+    pending: list[tuple[Any, bool]] = [(root, False)]
+    while pending:
+        node, merged = pending.pop()
+        if isinstance(node, dict) and (id(node), merged) not in visited:
+            visited.add((id(node), merged))
+            inside = [child for _, child in inner(node)]
+            if "$ref" in node:
+                inside.append(resolve(root, node["$ref"]))
+            pending += ((child, merged or _intersects(node)) for child in inside)
+    return {found for found, merged in visited if merged}
 
 
 def _without_minus_zero(value: Any) -> Any:
@@ -190,18 +183,13 @@ def _intersects(node: dict[str, Any]) -> bool:
 
 def _is_open(node: dict[str, Any]) -> bool:
     """Whether a schema is one of numbers only, of which some satisfy it: what no number satisfies is left in place."""
-    kinds = kinds_of(node)
-    return (
-        bool(kinds)
-        and _NUMBERS.issuperset(kinds)
-        and "multipleOf" not in node
-        and (_limit(node, "minimum") is None or _limit(node, "maximum") is None)
-    )
+    numbers = bool(kinds_of(node)) and _NUMBERS.issuperset(kinds_of(node)) and "multipleOf" not in node
+    return numbers and (_limit(node, "minimum") is None or _limit(node, "maximum") is None)
 
 
 def _numbers(root: dict[str, Any], keys: tuple[str, ...]) -> Iterator[int | float]:
     """Numbers that a schema names under some keywords."""
-    return numbers_in(*(node[key] for node in all_nodes(root) for key in keys if key in node))
+    return filter(is_number, scalars_in(*(node[key] for node in all_nodes(root) for key in keys if key in node)))
 
 
 def _is_fine(number: int | float) -> bool:
@@ -241,16 +229,12 @@ def _include(made: dict[str, Any]) -> None:
             made[key] = further(within, made.get(key, within))
 
 
-def _replace(made: dict[str, Any], key: str, value: int) -> None:
-    made[key] = value
-    made.pop(f"exclusive{key.capitalize()}", None)
-
-
-def _add_patterns(made: dict[str, Any], patterns: list[str]) -> None:
-    """Let strings match the patterns as a whole, besides what they must already."""
-    anchored = [f"^(?:{pattern})$" for pattern in patterns]
-    if "pattern" not in made:
-        made["pattern"] = anchored.pop(0)
+def _add_patterns(made: dict[str, Any]) -> None:
+    """Let strings match formats and encodings as a whole, besides what they must already."""
+    formats, encodings = FORMATS.get(made.pop("format", ""), ()), ENCODINGS.get(made.pop("contentEncoding", ""), ())
+    patterns = [f"^(?:{pattern})$" for pattern in (*formats, *encodings)]
+    if patterns and "pattern" not in made:
+        made["pattern"] = patterns.pop(0)
     same_type = {"type": made["type"]} if "type" in made else {}
-    if anchored:
-        made["allOf"] = [*made.get("allOf", ()), *({**same_type, "pattern": pattern} for pattern in anchored)]
+    if patterns:
+        made["allOf"] = [*made.get("allOf", ()), *({**same_type, "pattern": pattern} for pattern in patterns)]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from edge_dflash.decode.grammar.schema_keywords import Node, is_number, kinds_of
+from edge_dflash.decode.grammar.keywords import Node, is_number, kinds_of
 from edge_dflash.errors import RequestError
 
 MAX_STEPS = 100_000  # schemas, and hundreds of values, looked at: half a second
@@ -56,12 +56,11 @@ class Apart:
             beside.append({"required": [tag]})
         for first, second in self._pairs(options, beside):
             both = [*beside, options[first], options[second]]
-            if not self._apart(both) and not (around and self._apart([*around, *both])):
+            if not any(
+                self._soon(self._impossible, parts) for parts in ([both, [*around, *both]] if around else [both])
+            ):
                 return first, second
         return None
-
-    def _apart(self, parts: Sequence[Node]) -> bool:
-        return self._soon(self._impossible, parts) or False
 
     def _soon(self, find: Callable[[Sequence[Node], int], T], parts: Sequence[Node]) -> T | None:
         """What is found out of schemas that hold together, if it is soon."""
@@ -131,14 +130,30 @@ class Apart:
         if depth > _DEPTH:
             return False
         rest, unions = _parted(flat)
-        values = self._values(flat)
         kinds = _kinds(flat)
-        if values is not None:
+        if (values := self._values(flat)) is not None:
             return not any(_kind(value) in kinds and _within(value, flat) for value in values.values())
-        empty = {"number": _no_number, "string": _no_string, "array": self._no_array, "object": self._no_object}
-        if all(kind in empty and empty[kind](rest, depth) for kind in kinds):
+        if all(self._empty(kind, rest, depth) for kind in kinds):
             return True
         return bool(unions) and all(self._impossible([*rest, *unions[1:], one], depth + 1) for one in _options(unions))
+
+    def _empty(self, kind: str, flat: Flat, depth: int) -> bool:
+        """Whether no value of one type satisfies the schemas, which have no unions."""
+        if kind == "number":
+            return _no_number(flat)
+        if kind == "string":
+            return _most(flat, "minLength") > _least(flat, "maxLength")
+        if kind == "array":
+            low = _most(flat, "minItems")
+            first = ([_item(node, index) for node in flat] for index in range(min(int(low), _FIRST)))
+            return low > _least(flat, "maxItems") or any(self._impossible(one, depth + 1) for one in first)
+        if kind == "object":
+            required = _required(flat)
+            self._spend(len(required))
+            if max(_most(flat, "minProperties"), len(required)) > _least(flat, "maxProperties"):
+                return True
+            return any(self._impossible([_property(node, name) for node in flat], depth + 1) for name in required)
+        return False
 
     def _values(self, flat: Flat) -> dict[str, Any] | None:
         """The only values that satisfy const and enum, by key; None when there are none of these keywords."""
@@ -154,19 +169,6 @@ class Apart:
             self._spend(len(known) // 100)
             found = known if found is None else {key: value for key, value in found.items() if key in known}
         return found
-
-    def _no_array(self, flat: Flat, depth: int) -> bool:
-        low, high = _most(flat, "minItems"), _least(flat, "maxItems")
-        return low > high or any(
-            self._impossible([_item(node, index) for node in flat], depth + 1) for index in range(min(int(low), _FIRST))
-        )
-
-    def _no_object(self, flat: Flat, depth: int) -> bool:
-        required = _required(flat)
-        self._spend(len(required))
-        if max(_most(flat, "minProperties"), len(required)) > _least(flat, "maxProperties"):
-            return True
-        return any(self._impossible([_property(node, name) for node in flat], depth + 1) for name in required)
 
     def _tags(self, parts: Sequence[Node], depth: int) -> Tags:
         """What tells a schema from others at once: its values, and those of properties that it requires."""
@@ -203,20 +205,14 @@ def _options(unions: Flat) -> list[Node]:
 def _key(value: object) -> str:
     """A JSON value as a text that equal ones share: 1 and 1.0, but not true."""
     text = json.dumps(value)
-    return json.dumps(json.loads(text, parse_float=_whole), sort_keys=True)
-
-
-def _whole(text: str) -> int | float:
-    number = float(text)
-    return int(number) if number.is_integer() else number
+    whole = json.loads(text, parse_float=lambda text: int(number) if (number := float(text)).is_integer() else number)
+    return json.dumps(whole, sort_keys=True)
 
 
 def _kind(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    if is_number(value):
-        return "number"
-    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+    """The type of a JSON value; whole numbers are numbers."""
+    names = {type(None): "null", bool: "boolean", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "number")
 
 
 def _kinds(flat: Flat) -> set[str]:
@@ -229,30 +225,22 @@ def _within(value: object, flat: Flat) -> bool:
     """Whether a number or a text may satisfy the bounds; True of all else."""
     if is_number(value):
         whole = value % 1 == 0 or not any(kinds_of(node) and "number" not in kinds_of(node) for node in flat)
-        return whole and not _no_number([*flat, {"minimum": value, "maximum": value}], 0)
+        return whole and not _no_number([*flat, {"minimum": value, "maximum": value}])
     return not isinstance(value, str) or _most(flat, "minLength") <= len(value) <= _least(flat, "maxLength")
 
 
-def _numbers(flat: Flat, key: str) -> Iterator[float]:
-    return (node[key] for node in flat if is_number(node.get(key)))
-
-
-def _most(flat: Flat, key: str) -> float:
-    return max(_numbers(flat, key), default=0)
+def _most(flat: Flat, key: str, default: float = 0) -> float:
+    return max((node[key] for node in flat if is_number(node.get(key))), default=default)
 
 
 def _least(flat: Flat, key: str) -> float:
-    return min(_numbers(flat, key), default=float("inf"))
+    return min((node[key] for node in flat if is_number(node.get(key))), default=float("inf"))
 
 
-def _no_number(flat: Flat, _depth: int) -> bool:
-    low, high = max(_numbers(flat, "minimum"), default=-float("inf")), _least(flat, "maximum")
-    above, below = max(_numbers(flat, "exclusiveMinimum"), default=-float("inf")), _least(flat, "exclusiveMaximum")
+def _no_number(flat: Flat) -> bool:
+    low, high = _most(flat, "minimum", -float("inf")), _least(flat, "maximum")
+    above, below = _most(flat, "exclusiveMinimum", -float("inf")), _least(flat, "exclusiveMaximum")
     return low > high or above >= min(high, below) or below <= low
-
-
-def _no_string(flat: Flat, _depth: int) -> bool:
-    return _most(flat, "minLength") > _least(flat, "maxLength")
 
 
 def _required(flat: Flat) -> list[str]:
