@@ -3,6 +3,7 @@
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -35,13 +36,22 @@ EXPERTS, PARTS = 8, 3  # of the goldens: the shared expert is three times as wid
 AGAIN = "schema: 1\nname: again\nrequantize: fp8\ntarget: {experts: keep, lm_head: keep}\n"
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def quick():
     """Kernels compile in no time, and heads of gated delta layers may be smaller than they take: nothing runs them."""
-    monkeypatch.setattr(support, "check_native", lambda *args, **kwargs: None)
     digest = decide.kernels_digest()
-    monkeypatch.setattr(builder, "compile_cubin", fake_cubin)
-    monkeypatch.setattr(decide, "kernels_digest", lambda: digest)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(support, "check_native", lambda *args, **kwargs: None)
+        patch.setattr(builder, "compile_cubin", fake_cubin)
+        patch.setattr(decide, "kernels_digest", lambda: digest)
+        yield
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, quick):
+    """The native bundle of a golden mixture, built once."""
+    root = tmp_path_factory.mktemp("built")
+    return cache(lambda name: Bundle.open(build(config_of(name, root / name)).bundle))
 
 
 def config_of(name, output, **changes):
@@ -71,10 +81,8 @@ def test_a_native_bundle_holds_every_expert_of_a_reference_bundle(tmp_path, name
     assert tests[0] == tests[1]  # the reference computes the same with the experts of either
 
 
-def test_spellings_build_the_same_bundle(tmp_path):
-    one, other = (
-        Bundle.open(build(config_of(name, tmp_path / name, drafter=None)).bundle).manifest for name in (WIDE, SINGLE)
-    )
+def test_spellings_build_the_same_bundle(built):
+    one, other = (built(name).manifest for name in (WIDE, SINGLE))
     assert {name for name in one.files if one.files[name] != other.files[name]} == set()
 
 
@@ -88,15 +96,15 @@ def test_a_native_bundle_of_a_pair_is_complete(tmp_path):
         same(store.get(name), bundle.get(name))
 
 
-def test_a_published_mix_of_formats_is_kept(tmp_path):
-    formats = Bundle.open(build(config_of(MODELOPT, tmp_path / "out")).bundle).manifest.weights
+def test_a_published_mix_of_formats_is_kept(built):
+    formats = built(MODELOPT).manifest.weights
     assert formats["target.layers.1.mlp.experts.7.down_proj"] == "nvfp4"
     assert formats["target.layers.1.linear_attn.in_proj_qkv"] == "fp8"
     assert formats["target.layers.1.mlp.gate"] == formats["target.layers.1.mlp.shared_expert_gate"] == "bf16"
 
 
-def test_members_lie_behind_each_other(tmp_path):
-    bundle = Bundle.open(build(config_of(WIDE, tmp_path / "out")).bundle)
+def test_members_lie_behind_each_other(built):
+    bundle = built(WIDE)
     words = words_of(110)
     for stack in stacks_of(bundle).values():
         packed = bundle.repacked(stack)
@@ -115,9 +123,9 @@ def test_members_lie_behind_each_other(tmp_path):
             assert np.array_equal(found.scale, wanted.scale)
 
 
-def test_a_shared_expert_is_the_sum_of_its_parts(tmp_path):
+def test_a_shared_expert_is_the_sum_of_its_parts(built):
     """Rows of gate and up, columns of down: products of the parts add up to the whole's."""
-    bundle = Bundle.open(build(config_of(WIDE, tmp_path / "out")).bundle)
+    bundle = built(WIDE)
     rng = np.random.default_rng(0)
     first, second = (stack for stack in stacks_of(bundle).values() if ".layers.2." in stack.key)
     x = rng.standard_normal((5, first.layout.k)).astype(np.float32)
@@ -297,9 +305,9 @@ class WeightOnly:
         return replace(weight, input_scale=None) if isinstance(weight, Nvfp4Weight) else weight
 
 
-def test_a_bundle_decodes_what_its_checkpoint_decodes(tmp_path):
+def test_a_bundle_decodes_what_its_checkpoint_decodes(built):
     """Read by the reference from stacks."""
-    bundle = Bundle.open(build(config_of(MODELOPT, tmp_path / "out")).bundle)
+    bundle = built(MODELOPT)
     store = WeightOnly(PairCheckpoint.open(GOLDEN / MODELOPT, None, programs_of(MODELOPT).weights))
     options, exact = Options(max_new_tokens=24, speculative=False), Precision("float32", "float32")
     one, other = (
