@@ -43,14 +43,8 @@ class Target:
     table: Table  # of config.json
     read: Callable[[Fields], TargetSpec]
     layers: Callable[[TargetSpec], tuple[LayerSpec, ...]]
-    plus_one: bool = False  # of the final norm
     nested: Table | None = None  # of a config.json with ``text_config``
     names: TensorNames = TensorNames()
-
-    @property
-    def pictured(self) -> Table | None:
-        """Table of a config.json with ``text_config`` that describes a vision tower."""
-        return None if self.nested is None else vision.pictured(self.nested)
 
 
 @dataclass(frozen=True)
@@ -74,16 +68,16 @@ class Drafter:
 
 TARGETS: Mapping[str, Target] = {
     "qwen3": Target(("Qwen3ForCausalLM",), qwen3.TABLE, qwen3.read, qwen3.layers),
-    "qwen3_5": Target(qwen3_5.NAMES, qwen3_5.TABLE, qwen3_5.read, qwen3_5.layers, True, qwen3_5.NESTED),
+    "qwen3_5": Target(qwen3_5.NAMES, qwen3_5.TABLE, qwen3_5.read, qwen3_5.layers, qwen3_5.NESTED),
     "qwen3_moe": Target(("Qwen3MoeForCausalLM",), qwen3.MOE_TABLE, qwen3.read_moe, qwen3.layers),
-    "qwen3_5_moe": Target(
-        qwen3_5.MOE_NAMES, qwen3_5.MOE_TABLE, qwen3_5.read_moe, qwen3_5.layers, True, qwen3_5.MOE_NESTED
-    ),
+    "qwen3_5_moe": Target(qwen3_5.MOE_NAMES, qwen3_5.MOE_TABLE, qwen3_5.read_moe, qwen3_5.layers, qwen3_5.MOE_NESTED),
 }
 """By :attr:`TargetSpec.architecture`."""
 
 DRAFTERS: Mapping[str, Drafter] = {
-    "dflash": Drafter(dflash.NAMES, dflash.TABLE, dflash.read, dflash.propose, (".d2t",), (), (dflash.DRAFTED,)),
+    "dflash": Drafter(
+        dflash.NAMES, dflash.TABLE, dflash.read, dflash.propose, bare=(".d2t",), skipped=(dflash.DRAFTED,)
+    ),
     dflash2.KIND: Drafter(dflash2.NAMES, dflash2.TABLE, dflash2.read, dflash2.propose, dflash2.BARE, ("conv", "walk")),
     dspark.KIND: Drafter(dspark.NAMES, dspark.TABLE, dspark.read, dspark.propose, dspark.BARE, ("walk",)),
 }
@@ -194,11 +188,12 @@ def _tower(target: TargetSpec) -> Program | None:
 
 def _target(spec: PairSpec, name: Literal["prefill", "verify"]) -> Program:
     """ids -> logits, with the drafter's context, if there is one, appended from the same rows' taps."""
-    target, prefill, kind = spec.target, name == "prefill", TARGETS[spec.target.architecture]
+    target, prefill = spec.target, name == "prefill"
+    layers = TARGETS[target.architecture].layers(target)
     g = GraphBuilder(name, commits=prefill)
     x = embed(g, target)
     outputs = {EMBEDDING: x}  # outputs[i] is the output of layer i: HF hidden_states[i + 1] (invariant I3)
-    for index, layer in enumerate(kind.layers(target)):
+    for index, layer in enumerate(layers):
         outputs[index] = x = decoder_layer(g, x, f"target.layers.{index}", layer)
     tapped: dict[str, str] = {}
     if (drafter := spec.drafter) is not None:
@@ -206,7 +201,8 @@ def _target(spec: PairSpec, name: Literal["prefill", "verify"]) -> Program:
         dflash.append_context(g, tapped["taps"], drafter)
     if prefill:
         x = g.select_rows(x, "last", "last_row")
-    x = g.rms_norm(x, "target.norm", target.rms_norm_eps, "hidden", plus_one=kind.plus_one)
+    plus_one = any(layer.plus_one for layer in layers)
+    x = g.rms_norm(x, "target.norm", target.rms_norm_eps, "hidden", plus_one=plus_one)
     return g.program(logits=logits(g, x, target), hidden=x, **tapped)
 
 

@@ -13,6 +13,7 @@ from edge_dflash.errors import CheckpointError, UnsupportedModelError
 from edge_dflash.model.foreign import FOREIGN
 from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import RopeSpec, YarnScaling
+from edge_dflash.model.vision import pictured
 from edge_dflash.weights.declared import read_declared
 from edge_dflash.weights.safetensors import TensorFiles
 
@@ -127,7 +128,7 @@ def test_a_factor_on_top_of_yarn_is_named_as_what_it_is(target, place):
 def tables():
     """All tables of keys, with those inside."""
     pending = [one.table for one in (*TARGETS.values(), *DRAFTERS.values())]
-    pending += [found for one in TARGETS.values() for found in (one.nested, one.pictured) if found]
+    pending += [found for one in TARGETS.values() if one.nested for found in (one.nested, pictured(one.nested))]
     while pending:
         table = pending.pop()
         yield table

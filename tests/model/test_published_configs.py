@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from synthetic import CONFIGS
 
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
 from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
@@ -11,83 +12,21 @@ from edge_dflash.weights.declared import read_declared
 MLP, QKV = "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"
 
 
-def hybrid(layers):
-    return ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)]
+NOTES = {"attention_dropout": 0.0, "initializer_range": 0.02, "transformers_version": "4.57.1", "use_cache": True}
 
 
-def qwen3(hidden, inner, layers, heads, tied=False, **more):
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": inner,
-        "max_position_embeddings": 40960,
-        "max_window_layers": layers,
-        "model_type": "qwen3",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": None,
-        "tie_word_embeddings": tied,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.51.0",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-        **more,
-    }
+def published(name, part="target", **more):
+    """config.json of tests/configs with the keys that tools write besides those that count, and some changed."""
+    return {**json.loads((CONFIGS / name / part / "config.json").read_text()), **NOTES, **more}
 
 
-def qwen3_5_text(hidden, inner, layers, heads, kv_heads, values, tied=False, **more):
-    return {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "attn_output_gate": True,
-        "dtype": "bfloat16",
-        "eos_token_id": 248044,
-        "full_attention_interval": 4,
-        "head_dim": 256,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": inner,
-        "layer_types": hybrid(layers),
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": values,
-        "linear_value_head_dim": 128,
-        "mamba_ssm_dtype": "float32",
-        "max_position_embeddings": 262144,
-        "mlp_only_layers": [],
-        "model_type": "qwen3_5_text",
-        "mtp_num_hidden_layers": 1,
-        "mtp_use_dedicated_embeddings": False,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
-        "rms_norm_eps": 1e-06,
-        "rope_parameters": {
-            "mrope_interleaved": True,
-            "mrope_section": [11, 11, 10],
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 10000000,
-            "rope_type": "default",
-        },
-        "tie_word_embeddings": tied,
-        "use_cache": True,
-        "vocab_size": 248320,
-        **more,
-    }
+def qwen3(name="qwen3-8b", **more):
+    return published(name, bos_token_id=151643, **more)
+
+
+def qwen3_5_text(name, **more):
+    older = {"mlp_only_layers": [], "mtp_use_dedicated_embeddings": False}
+    return {**published(name)["text_config"], **NOTES, **older, **more}
 
 
 def wrapper(text, **more):
@@ -106,41 +45,9 @@ def wrapper(text, **more):
     }
 
 
-def drafter(hidden, layers, taps, target_layers, vocab, kinds=None, **more):
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        "block_size": 16,
-        "bos_token_id": 151643,
-        "dflash_config": {"mask_token_id": vocab - 5, "target_layer_ids": taps},
-        "dtype": "bfloat16",
-        "eos_token_id": 151645,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": 12288,
-        "layer_types": kinds or ["full_attention"] * layers,
-        "max_position_embeddings": 262144,
-        "max_window_layers": layers,
-        "model_type": "qwen3",
-        "num_attention_heads": 32,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 8,
-        "num_target_layers": target_layers,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": None,
-        "tie_word_embeddings": True,
-        "transformers_version": "4.57.1",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": vocab,
-        **more,
-    }
+def drafter(name, **more):
+    written = {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "bos_token_id": 151643, "eos_token_id": 151645}
+    return published(name, "drafter", **{**written, "tie_word_embeddings": True, **more})
 
 
 def scheme(bits, group=None, **more):
@@ -229,25 +136,24 @@ CT_MIXED = compressed(
     kv_cache_scheme=scheme(8, strategy="tensor", observer="static_minmax"),
     transform_config={"config_groups": {}},
 )
-TEXT_27B = qwen3_5_text(5120, 17408, 64, 24, 4, 48, bos_token_id=248044, pad_token_id=None, partial_rotary_factor=0.25)
-TEXT_4B = qwen3_5_text(2560, 9216, 32, 16, 4, 32, tied=True)
+TEXT_27B = qwen3_5_text("qwen3.6-27b", bos_token_id=248044, pad_token_id=None, partial_rotary_factor=0.25)
+TEXT_4B = qwen3_5_text("qwen3.5-4b")
+LARGE = {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 WIDE = (None, None)
 TARGETS = {
-    "qwen3-4b": (qwen3(2560, 9728, 36, 32, tied=True), WIDE),
-    "qwen3-8b": (qwen3(4096, 12288, 36, 32), WIDE),
-    "qwen3-32b": (qwen3(5120, 25600, 64, 64), WIDE),
-    "qwen3-8b with yarn": (qwen3(4096, 12288, 36, 32, rope_scaling=YARN), WIDE),
+    "qwen3-4b": (qwen3("qwen3-4b"), WIDE),
+    "qwen3-8b": (qwen3(), WIDE),
+    "qwen3-32b": (qwen3(**LARGE), WIDE),
+    "qwen3-8b with yarn": (qwen3(rope_scaling=YARN), WIDE),
     "qwen3-4b as tuned": (
-        qwen3(
-            2560, 9728, 36, 32, tied=True, pad_token_id=151654, unsloth_fixed=True, layer_types=["full_attention"] * 36
-        ),
+        qwen3("qwen3-4b", pad_token_id=151654, unsloth_fixed=True, layer_types=["full_attention"] * 36),
         WIDE,
     ),
-    "qwen3-8b modelopt": (qwen3(4096, 12288, 36, 32, quantization_config=MODELOPT_NVFP4), ("nvfp4", "wide")),
-    "qwen3-32b early modelopt": (qwen3(5120, 25600, 64, 64, quantization_config=EARLY_FP8), ("fp8", "fp8")),
-    "qwen3-32b compressed-tensors": (qwen3(5120, 25600, 64, 64, quantization_config=CT_NVFP4), ("nvfp4", "nvfp4")),
-    "qwen3-8b fp8": (qwen3(4096, 12288, 36, 32, quantization_config=CT_FP8), ("fp8", "fp8")),
+    "qwen3-8b modelopt": (qwen3(quantization_config=MODELOPT_NVFP4), ("nvfp4", "wide")),
+    "qwen3-32b early modelopt": (qwen3(**LARGE, quantization_config=EARLY_FP8), ("fp8", "fp8")),
+    "qwen3-32b compressed-tensors": (qwen3(**LARGE, quantization_config=CT_NVFP4), ("nvfp4", "nvfp4")),
+    "qwen3-8b fp8": (qwen3(quantization_config=CT_FP8), ("fp8", "fp8")),
     "qwen3.5-4b": (wrapper(TEXT_4B), WIDE),
     "qwen3.5-4b of text alone": ({**TEXT_4B, "architectures": ["Qwen3_5ForCausalLM"]}, WIDE),
     "qwen3.6-27b": (wrapper({**TEXT_27B, "output_gate_type": "swish"}, language_model_only=False), WIDE),
@@ -269,10 +175,11 @@ TARGETS = {
 }
 SLIDING = ["sliding_attention"] * 4 + ["full_attention"]
 DRAFTERS = {
-    "qwen3-4b": drafter(2560, 5, [1, 9, 17, 25, 33], 36, 151936),
-    "qwen3-8b": drafter(4096, 5, [1, 9, 17, 25, 33], 36, 151936, draft_vocab_size=151936, num_anchors=512),
+    "qwen3-4b": drafter("qwen3-4b"),
+    "qwen3-8b": drafter("qwen3-8b", draft_vocab_size=151936, num_anchors=512),
     "qwen3.5-4b": drafter(
-        *(2560, 5, [1, 8, 15, 22, 29], 32, 248320, SLIDING),
+        "qwen3.5-4b",
+        layer_types=SLIDING,
         sliding_window=4096,
         use_sliding_window=True,
         rope_parameters={"rope_theta": 10000000, "rope_type": "default"},
@@ -281,7 +188,8 @@ DRAFTERS = {
         dflash_config={"block_size": 16, "mask_token_id": 248070, "target_layer_ids": [1, 8, 15, 22, 29]},
     ),
     "qwen3.6-27b": drafter(
-        *(5120, 5, [1, 16, 31, 46, 61], 64, 248320),
+        "qwen3.6-27b",
+        block_size=16,
         dflash_config={
             "mask_token_id": 248070,
             "target_layer_ids": [1, 16, 31, 46, 61],
@@ -395,27 +303,16 @@ def dspark(**inside):
     head = {"markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True}
     rope = {"rope_type": "yarn", "rope_theta": 10000000, "factor": 32.0, "original_max_position_embeddings": 8192}
     block = {"projector_type": "dspark", "mask_token_id": 248077, "target_layer_ids": [4, 16, 28, 40, 52], **head}
-    return {
-        "architectures": ["DSparkDraftModel"],
-        "model_type": "qwen3",
-        "block_size": 7,
-        "confidence_head_with_markov": True,
-        "hidden_size": 5120,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-06,
-        "vocab_size": 248320,
-        "max_position_embeddings": 262144,
-        "num_target_layers": 64,
-        "layer_types": ["full_attention"] * 5,
-        **head,
-        "rope_parameters": {**rope, "beta_fast": 32.0, "beta_slow": 1.0},
-        "dflash_config": {**block, "confidence_head_with_markov": True, **inside},
-    }
+    flat = dict.fromkeys(("mask_token_id", "target_layer_ids", "sample_from_anchor", "is_causal", "rope_theta"), ...)
+    return published(
+        "qwen3.8-27b-dspark",
+        "drafter",
+        **{**flat, **head, "rope_scaling": ...},
+        block_size=7,
+        layer_types=["full_attention"] * 5,
+        rope_parameters={**rope, "beta_fast": 32.0, "beta_slow": 1.0},
+        dflash_config={**block, "confidence_head_with_markov": True, **inside},
+    )
 
 
 def test_a_published_dspark_drafter_is_read(tmp_path):

@@ -141,7 +141,7 @@ def root(base, file, files):
     target = next(target for target in TARGETS.values() if name in target.classes)
     if files[CONFIG].get("text_config") is None:
         return target.table
-    return target.pictured if base.files.keys() & {IMAGES, PROCESSOR} else target.nested
+    return vision.pictured(target.nested) if base.files.keys() & {IMAGES, PROCESSOR} else target.nested
 
 
 def dialect(quantization):
