@@ -233,13 +233,11 @@ def _map_weights(path: Path, manifest: Manifest) -> tuple[dict[str, Weight], Sta
     stacks: Stacks = {}
     for name, part in sorted(parts.items()):
         groups = _tensors(path / name, part)
-        for stack in part.stacks:
-            try:
-                stacks[stack.key] = stack, repacked_of(stack, groups[stack.key])
-            except ValueError as error:
-                raise BundleError(f"{path / name}: {error}; build the bundle again") from None
-        specs = {name: programs.weights[name] for name in part.names}
-        weights.update(_map_part(path / name, specs, groups, manifest))
+        try:
+            stacks.update({stack.key: (stack, repacked_of(stack, groups[stack.key])) for stack in part.stacks})
+            weights.update({one: _weight(one, programs.weights[one], groups[one], manifest) for one in part.names})
+        except ValueError as error:
+            raise BundleError(f"{path / name}: {error}; build the bundle again") from None
     if manifest.weights["target.lm_head"] == TIED:
         weights["target.lm_head"] = weights["target.embed_tokens"]
     return weights, stacks
@@ -262,24 +260,14 @@ def _tensors(file: Path, part: Part) -> dict[str, dict[str, tuple[str, Array]]]:
     return groups
 
 
-def _map_part(
-    file: Path,
-    wanted: Mapping[str, WeightSpec],
-    groups: Mapping[str, Mapping[str, tuple[str, Array]]],
-    manifest: Manifest,
-) -> dict[str, Weight]:
-    weights: dict[str, Weight] = {}
-    for name, spec in wanted.items():
-        try:
-            weight = from_tensors(name, groups[name], spec.shape)
-        except ValueError as error:
-            raise BundleError(f"{file}: {error}; build the bundle again") from None
-        if (found := weight.format) != manifest.weights[name]:
-            raise BundleError(f"{file}: {name} is stored as {found}, the manifest says {manifest.weights[name]}")
-        if spec.kind != "linear" and FORMATS[found].quantized:
-            raise BundleError(f"{file}: {name} is stored as {found}; only linear weights may be quantized")
-        weights[name] = weight
-    return weights
+def _weight(name: str, spec: WeightSpec, tensors: Mapping[str, tuple[str, Array]], manifest: Manifest) -> Weight:
+    """A weight over the tensors of its file, as views. Raises ValueError saying what was found and what is wanted."""
+    weight = from_tensors(name, tensors, spec.shape)
+    if (found := weight.format) != manifest.weights[name]:
+        raise ValueError(f"{name} is stored as {found}, the manifest says {manifest.weights[name]}")
+    if spec.kind != "linear" and FORMATS[found].quantized:
+        raise ValueError(f"{name} is stored as {found}; only linear weights may be quantized")
+    return weight
 
 
 def _read_only(weight: Weight) -> Weight:
