@@ -127,11 +127,11 @@ def test_a_terminal_shows_that_a_command_starts_before_it_is_imported(monkeypatc
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(cli, "import_module", load)
-    assert cli._Commands()["doctor"] is not None
+    assert cli._Commands(cli.COMMANDS)["doctor"] is not None
     assert capsys.readouterr().err == "        \r"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
     monkeypatch.setattr(cli, "import_module", import_module)
-    assert cli._Commands()["doctor"] is not None
+    assert cli._Commands(cli.COMMANDS)["doctor"] is not None
     assert capsys.readouterr().err == ""
 
 

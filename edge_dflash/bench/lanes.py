@@ -11,10 +11,11 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import mean, median, quantiles
 
+from edge_dflash.bench.measure import lent
 from edge_dflash.bench.result import BenchResult, Company, LaneLoad, PassTime
 from edge_dflash.bench.run import Device, Say, Subject
 from edge_dflash.bench.workload import Workload
-from edge_dflash.checks.footprint import Costs, Traffic
+from edge_dflash.checks.footprint import Costs
 from edge_dflash.checks.mixes import Watching
 from edge_dflash.planner import Planner
 
@@ -38,29 +39,17 @@ def with_lanes(result: BenchResult, subject: Subject, device: Device, work: Work
     return replace(result, lanes=tuple(loads), company=company)
 
 
-@contextmanager
-def _planner(subject: Subject, work: Workload) -> Iterator[tuple[Planner, Watching]]:
-    """A planner around the subject's backend that is watched. Its worker ends; the backend stays the subject's.
-
-    With a profile of acceptance it chooses the number of drafts, else its cycles verify all.
-    """
-    watching, chosen = Watching(), work.acceptance is not None
-    planner = Planner(subject.planner.backend, None, fallback=chosen, prompt_share=1.0, observer=watching)
-    if chosen:
-        planner._engine.pace.begin(planner.backend, None)
-    try:
-        yield planner, watching
-    finally:
-        planner._engine.close()
-
-
 def _load(subject: Subject, device: Device, work: Workload, lanes: int) -> LaneLoad:
     """So many requests of as many tokens, begun together."""
-    prompts, tokens = _prompts(subject, lanes), work.budget(subject.planner.shape.verify_rows)
-    with _planner(subject, work) as (planner, watching):
+    tokens = work.budget(subject.planner.shape.verify_rows)
+    prompts = [subject.prompts[lane % len(subject.prompts)] for lane in range(lanes)]
+    watching = Watching()
+    with lent(subject.planner.backend, chosen=work.acceptance is not None, observer=watching) as planner:
         planner.plan(prompts[0], max_new_tokens=min(tokens, 16))  # warm
         watching.passes.clear()
-        plans = [s.plan for s in [planner.stream(p, max_new_tokens=tokens, caller=str(i)) for i, p in prompts.items()]]
+        plans = [
+            s.plan for s in [planner.stream(p, max_new_tokens=tokens, caller=str(i)) for i, p in enumerate(prompts)]
+        ]
     seconds = median(watching.together(lanes) or [0.0])
     each = mean(plan.tokens_per_second for plan in plans)
     made = mean(plan.accept_length for plan in plans)
@@ -72,28 +61,20 @@ def _load(subject: Subject, device: Device, work: Workload, lanes: int) -> LaneL
     return LaneLoad(lanes, rows, PassTime.of(seconds, size, device.bandwidth), made, rate, each)
 
 
-def _prompts(subject: Subject, lanes: int) -> dict[int, Sequence[int]]:
-    """A prompt for each lane."""
-    return {lane: subject.prompts[lane % len(subject.prompts)] for lane in range(lanes)}
-
-
 def joint_bytes(costs: Costs, context: int, lanes: int, rows: int, pending: int) -> int:
     """Bytes of a joint cycle whose lanes verify ``rows`` each: weights once, state a lane."""
     verify = costs.verify(context, pending, rows)
     experts = costs.verify(context, pending, lanes * rows).experts if costs.expert_layers else 0
-    return _joint(replace(verify, experts=experts), lanes) + (_joint(costs.propose(context), lanes) if rows > 1 else 0)
-
-
-def _joint(one: Traffic, lanes: int) -> int:
-    own = one.embedding_rows + one.walk + one.kv + one.state + one.tape
-    return sum(one.weights.values()) + one.experts + lanes * own
+    passes = [replace(verify, experts=experts)] + [costs.propose(context)] * (rows > 1)
+    once = sum(sum(one.weights.values()) + one.experts for one in passes)
+    return once + lanes * (sum(one.total for one in passes) - once)
 
 
 def _company(subject: Subject, work: Workload, lanes: int) -> Company:
     """One request alone, then while others come and go; then with deadlines."""
     tokens = work.budget(subject.planner.shape.verify_rows)
     prompt = subject.prompts[0]
-    with _planner(subject, work) as (planner, _):
+    with lent(subject.planner.backend, chosen=work.acceptance is not None) as planner:
         alone = [gap for _ in range(ONE_MORE) for gap in _gaps(planner, prompt, tokens)]
         with _others(planner, subject, lanes - 1, tokens):
             beside, took = [], []
@@ -103,16 +84,15 @@ def _company(subject: Subject, work: Workload, lanes: int) -> Company:
                 took.append(time.perf_counter() - began)
             bound = SHARE * median(took)
             over = [_overshoot(planner, prompt, tokens, bound) for _ in range(DEADLINES)]
-    halves = {"alone": alone, "beside": beside}
-    figures = {f"{name}_{p}_ms": 1e3 * _percentile(gaps, at) for name, gaps in halves.items() for p, at in _POINTS}
-    return Company(lanes, **figures, deadlines=len(over), overshoot_ms=1e3 * max(over))
+    return Company(lanes, *_spread(alone), *_spread(beside), len(over), 1e3 * max(over))
 
 
-_POINTS = (("p50", 50), ("p99", 99))
-
-
-def _percentile(values: Sequence[float], at: int) -> float:
-    return quantiles(values, n=100, method="inclusive")[at - 1] if len(values) > 1 else sum(values)
+def _spread(seconds: Sequence[float]) -> tuple[float, float]:
+    """Median and 99th percentile in milliseconds."""
+    if len(seconds) < 2:
+        return 1e3 * sum(seconds), 1e3 * sum(seconds)
+    points = quantiles(seconds, n=100, method="inclusive")
+    return 1e3 * points[49], 1e3 * points[98]
 
 
 def _gaps(planner: Planner, prompt: Sequence[int], tokens: int) -> list[float]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -23,6 +24,8 @@ from edge_dflash.decode.backend import Asked, Backend, row_steps
 from edge_dflash.errors import BackendError
 from edge_dflash.planner import Planner
 from edge_dflash.result import Plan
+from edge_dflash.runner.job import Observer
+from edge_dflash.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # importing them needs CUDA's bindings
     from edge_dflash.backends.cuda.backend import NativeBackend
@@ -42,6 +45,28 @@ def on_device(backend: Backend) -> NativeBackend | None:
     return cast("NativeBackend", backend) if hasattr(backend, "gpu") else None
 
 
+@contextmanager
+def lent(
+    backend: Backend,
+    tokenizer: Tokenizer | None = None,
+    stop: Sequence[int] = (),
+    *,
+    chosen: bool = False,
+    observer: Observer | None = None,
+) -> Iterator[Planner]:
+    """Another planner around a loaded backend, which stays its owner's when the planner's worker ends.
+
+    ``chosen``: it chooses the number of drafts; else its cycles verify all.
+    """
+    planner = Planner(backend, tokenizer, stop, fallback=chosen, prompt_share=1.0, observer=observer)
+    if chosen:
+        planner._engine.pace.begin(backend, None)
+    try:
+        yield planner
+    finally:
+        planner._engine.close()
+
+
 @dataclass(frozen=True)
 class TimedCycle:
     """One cycle called directly: from the call to its commit, on the host's clock."""
@@ -57,6 +82,7 @@ class TimedRun:
 
     prefill_seconds: float  # until the first token is known on the host
     cycles: list[TimedCycle]
+    experts: int = 0  # that their verify passes read, all layers together
 
 
 @dataclass(frozen=True)
@@ -94,20 +120,21 @@ class Meter:
         found, joules = decoded(seconds, [n for plan in plans for n in plan.accept_lengths]), power.joules(start, end)
         return found if joules is None else replace(found, joules=joules / len(plans)), plans
 
-    def cycles(self, prompt: Sequence[int], count: int) -> TimedRun:
-        """``count`` cycles behind ``prompt``, without the planner and the loop."""
+    def cycles(self, prompt: Sequence[int], count: int, drafts: int | None = None) -> TimedRun:
+        """``count`` cycles after ``prompt``, without the planner and the loop; ``drafts``: that each verifies."""
         backend, found = self.planner.backend, list[TimedCycle]()
         backend.reset()
         began = time.perf_counter()
         anchor = backend.prefill(prompt).argmax()[0]
         prefill = time.perf_counter() - began
+        read = self._experts_read()
         for _ in range(count):
             at, began = backend.length(), time.perf_counter()
-            cycle = backend.cycle(Asked(anchor))
+            cycle = backend.cycle(Asked(anchor, drafts=drafts))
             backend.commit(len(cycle.tokens))
             found.append(TimedCycle(at, time.perf_counter() - began, cycle))
             anchor = cycle.tokens[-1]
-        return TimedRun(prefill, found)
+        return TimedRun(prefill, found, self._experts_read() - read)
 
     def decodings(self, prompts: Sequence[Sequence[int]], tokens: int, rounds: int, schema: object = None) -> Decodings:
         """Plans free and under ``schema``, and as many raw cycles as the free ones took, in turns."""
@@ -129,43 +156,40 @@ class Meter:
 
         Medians over batches of cycles, each behind its prefill; batches go on until ``sample`` has its answer.
         """
-        timed, batch = list[TimedCycle](), 0
-        wanted, read = BATCHES if len(prompt) < LONG_PROMPT else 1, self._experts_read()
+        timed, batch, experts = list[TimedCycle](), 0, 0
+        wanted = BATCHES if len(prompt) < LONG_PROMPT else 1
         while batch < wanted or (sample is not None and sample.pending and batch < MOST_BATCHES):
             batch += 1
-            timed += self.cycles(prompt, WARM + CYCLES).cycles[WARM:]
-        context, pending = round(mean(c.context for c in timed)), round(mean(len(c.found.tokens) for c in timed))
+            run = self.cycles(prompt, WARM + CYCLES)
+            timed, experts = timed + run.cycles[WARM:], experts + run.experts
+        context = round(mean(c.context for c in timed))
         draft = self.costs.propose(context) if self.costs else None
-        check = self._verify(context, pending, None, self._experts(read, batch * (WARM + CYCLES)))
+        check = self._verify(timed, None, self._experts(experts, batch * (WARM + CYCLES)))
         both = draft.total + check.total if draft and check else None
+
+        def part(seconds: Iterable[float], size: int | None) -> PassTime:
+            return PassTime.of(median(seconds), size, self.bandwidth)
+
         return CycleTimes(
             context,
-            PassTime.of(median(c.seconds for c in timed), both, self.bandwidth),
-            PassTime.of(median(c.found.propose_seconds for c in timed), draft.total if draft else None, self.bandwidth),
-            PassTime.of(median(c.found.verify_seconds for c in timed), check.total if check else None, self.bandwidth),
+            part((c.seconds for c in timed), both),
+            part((c.found.propose_seconds for c in timed), draft.total if draft else None),
+            part((c.found.verify_seconds for c in timed), check.total if check else None),
             draft,
             check,
         )
 
     def by_drafts(self, prompt: Sequence[int], acceptance: Sequence[float] | None) -> tuple[ByDrafts, ...]:
-        """Steady cycles behind ``prompt`` by the drafts that they verify.
+        """Steady cycles after ``prompt`` by the drafts that they verify.
 
         ``acceptance``: share of cycles that accept at least 1, 2, ... drafts.
         """
-        backend, found = self.planner.backend, list[ByDrafts]()
-        for rows in row_steps(backend.shape.verify_rows):
-            backend.reset()
-            anchor, read, timed = backend.prefill(prompt).argmax()[0], self._experts_read(), list[TimedCycle]()
-            for _ in range(WARM + CYCLES):
-                at, began = backend.length(), time.perf_counter()
-                cycle = backend.cycle(Asked(anchor, drafts=rows - 1))
-                backend.commit(len(cycle.tokens))
-                timed.append(TimedCycle(at, time.perf_counter() - began, cycle))
-                anchor = cycle.tokens[-1]
-            experts, timed = self._experts(read, len(timed)), timed[WARM:]
-            ms, verify = (1e3 * median(c.seconds for c in timed), median(c.found.verify_seconds for c in timed))
-            pending = round(mean(len(c.found.tokens) for c in timed))
-            traffic = self._verify(round(mean(c.context for c in timed)), pending, rows, experts)
+        found = list[ByDrafts]()
+        for rows in row_steps(self.planner.backend.shape.verify_rows):
+            run = self.cycles(prompt, WARM + CYCLES, rows - 1)
+            experts, timed = self._experts(run.experts, len(run.cycles)), run.cycles[WARM:]
+            ms, verify = 1e3 * median(c.seconds for c in timed), median(c.found.verify_seconds for c in timed)
+            traffic = self._verify(timed, rows, experts)
             part = PassTime.of(verify, traffic.total if traffic else None, self.bandwidth)
             tokens = None if acceptance is None else 1 + sum(acceptance[: rows - 1])
             found.append(ByDrafts(rows - 1, ms, part, experts, tokens / ms * 1e3 if tokens else None))
@@ -180,13 +204,16 @@ class Meter:
 
         return experts_read(device)
 
-    def _experts(self, before: int, passes: int) -> float | None:
-        """Experts that a layer read in each of the ``passes`` since ``before``."""
+    def _experts(self, read: int, passes: int) -> float | None:
+        """Experts that a layer read in each of the ``passes``, of ``read`` in all."""
         layers = self.costs.expert_layers if self.costs else 0
-        return (self._experts_read() - before) / passes / layers if layers else None
+        return read / passes / layers if layers else None
 
-    def _verify(self, context: int, pending: int, rows: int | None, experts: float | None) -> Traffic | None:
-        return self.costs.verify(context, pending, rows, experts) if self.costs else None
+    def _verify(self, timed: Sequence[TimedCycle], rows: int | None, experts: float | None) -> Traffic | None:
+        if self.costs is None:
+            return None
+        context, pending = round(mean(c.context for c in timed)), round(mean(len(c.found.tokens) for c in timed))
+        return self.costs.verify(context, pending, rows, experts)
 
     def prefill(self, prompt: Sequence[int], matmul_rate: float | None) -> Prefill:
         """A prompt until its first token is known on the host: the best of three behind a first one, of one if long."""

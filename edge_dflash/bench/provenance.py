@@ -96,11 +96,8 @@ def describe() -> dict[str, Any]:
 
 def power_mode(answer: str | None) -> str | None:
     """The mode that ``nvpmodel -q`` names."""
-    for line in (answer or "").splitlines():
-        label, _, name = line.partition(":")
-        if label.strip() == "NV Power Mode":
-            return name.strip()
-    return None
+    lines = (line.partition(":") for line in (answer or "").splitlines())
+    return next((name.strip() for label, _, name in lines if label.strip() == "NV Power Mode"), None)
 
 
 def commit(directory: Path) -> str | None:
@@ -146,11 +143,6 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
         raise RequestError(f"{file} holds no object with a list of runs; give another --record")
     return found
-
-
-def check_report(file: Path) -> None:
-    """Raise RequestError, before any work, unless a report can be written to ``file``."""
-    check_writable(file, "--report")
 
 
 def write_report(

@@ -36,6 +36,11 @@ class PassTime:
         """Measured over floor; 1 is as fast as memory allows."""
         return self.ms / self.floor_ms if self.floor_ms else None
 
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second."""
+        return None if self.bytes is None else 1e3 * self.bytes / self.ms
+
 
 @dataclass(frozen=True)
 class Decode:
@@ -234,7 +239,15 @@ def svg(result: BenchResult) -> str:
     ]
     rates = [("plain", result.plain.tokens_per_second), ("speculative", result.speculative.tokens_per_second)]
     longest, fastest = max(ms for _, ms, _ in times), max(rate for _, rate in rates)
-    body, y = [], _TOP
+    device = result.machine.get("device", result.machine.get("system", ""))
+    bandwidth = f", read bandwidth {result.read_bandwidth / 1e12:.2f} TB/s" if result.read_bandwidth else ""
+    where = f"{cycle.context} tokens, accept length {result.speculative.accept_length:.2f}"
+    body = [
+        _text(16, 24, f"{result.pair}; weights {result.weights}", bold=True),
+        _text(16, 44, f"{device}{bandwidth}; {where}"),
+        _text(16, 64, "Milliseconds; dark: bytes / read bandwidth"),
+    ]
+    y = _TOP
     for name, ms, floor in times:
         over = f", {ms / floor:.2f} x floor" if floor else ""
         body += _bar(y, name, ms / longest, f"{ms:.3f} ms{over}", floor / longest if floor else 0.0)
@@ -244,31 +257,21 @@ def svg(result: BenchResult) -> str:
     for name, rate in rates:
         body += _bar(y, name, rate / fastest, f"{rate:.1f}", 0.0)
         y += _BAR + _GAP
-    device = result.machine.get("device", result.machine.get("system", ""))
-    bandwidth = f", read bandwidth {result.read_bandwidth / 1e12:.2f} TB/s" if result.read_bandwidth else ""
-    where = f"{cycle.context} tokens, accept length {result.speculative.accept_length:.2f}"
-    head = [
-        _text(16, 24, f"{result.pair}; weights {result.weights}", bold=True),
-        _text(16, 44, f"{device}{bandwidth}; {where}"),
-        _text(16, 64, "Milliseconds; dark: bytes / read bandwidth"),
-    ]
-    style = f'font-family="sans-serif" font-size="13" fill="{_INK}"'
     size = f'width="{_WIDTH}" height="{y + 8}" viewBox="0 0 {_WIDTH} {y + 8}"'
-    paper = '<rect width="100%" height="100%" fill="#ffffff"/>'
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', paper, *head, *body, "</svg>"]
-    return "\n".join(lines) + "\n"
+    style = f'font-family="sans-serif" font-size="13" fill="{_INK}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n<rect width="100%" height="100%" fill="#ffffff"/>'
+    return "\n".join([head, *body, "</svg>"]) + "\n"
 
 
 def _bar(y: int, name: str, share: float, label: str, floor: float) -> list[str]:
     room = _WIDTH - _LEFT - 190
-    found = [
-        _text(16, y + 16, name),
-        f'<rect x="{_LEFT}" y="{y}" width="{room * share:.1f}" height="{_BAR}" fill="{_MEASURED}"/>',
-        _text(round(_LEFT + room * share) + 8, y + 16, label),
-    ]
-    if floor:
-        found.append(f'<rect x="{_LEFT}" y="{y + 7}" width="{room * floor:.1f}" height="{_BAR - 14}" fill="{_FLOOR}"/>')
-    return found
+    found = [_text(16, y + 16, name), _rectangle(y, room * share, _BAR, _MEASURED)]
+    found.append(_text(round(_LEFT + room * share) + 8, y + 16, label))
+    return [*found, _rectangle(y + 7, room * floor, _BAR - 14, _FLOOR)] if floor else found
+
+
+def _rectangle(y: int, width: float, height: int, colour: str) -> str:
+    return f'<rect x="{_LEFT}" y="{y}" width="{width:.1f}" height="{height}" fill="{colour}"/>'
 
 
 def _text(x: int, y: int, text: str, *, bold: bool = False) -> str:

@@ -13,6 +13,7 @@ from edge_dflash.bench.measure import (
     Meter,
     TimedRun,
     host_cycle,
+    lent,
     memory,
     on_device,
 )
@@ -87,10 +88,10 @@ class Subject:
 
 def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResult:
     """Measure a loaded subject."""
-    planner, shape = subject.planner, subject.planner.shape
+    planner, shape, costs = subject.planner, subject.planner.shape, subject.costs
     on_gpu = on_device(planner.backend)
     work = fitted(work, planner.backend, say)
-    meter = Meter(planner, subject.costs, device.bandwidth)
+    meter = Meter(planner, costs, device.bandwidth)
     if on_gpu and (pattern := work.pattern(shape.verify_rows)) is not None:
         _force(on_gpu, pattern)
     allocations = on_gpu.gpu.allocations if on_gpu else 0
@@ -102,18 +103,16 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
     chosen = _chosen(meter, subject, work, say) if work.acceptance else None
     say("timing the parts of a cycle")
     sample = ClockSample()
-    if on_gpu is None:
-        cycle = host_cycle(decodings.cycles)
-    else:
-        cycle = meter.device_cycle(tiled(subject.filler, work.context), sample)
-    clocks = sample.result()
+    prompt = tiled(subject.filler, work.context)
+    cycle = meter.device_cycle(prompt, sample) if on_gpu else host_cycle(decodings.cycles)
+    machine = {**describe(), **device.description, "clocks": sample.result()}
     prefills = tuple(_prefill(meter, subject, tokens, device, say) for tokens in work.prefill)
-    by_drafts = _at_load(planner.backend, say)
+    say("timing cycles by the drafts that they verify")
+    drafts_ms = {str(drafts): 1e3 * seconds for drafts, seconds in measure(planner.backend).items()}
     steps = _by_drafts(meter, subject, work, say)
     contexts = tuple(_context(meter, subject, context, say) for context in work.contexts)
     held = memory(on_gpu, device.free_bytes, allocations) if on_gpu else None
-    middle = len(subject.prompts[0]) + work.tokens // 2
-    floor = subject.costs.verify(middle, 1, 1).total if subject.costs else None
+    floor = costs.verify(len(subject.prompts[0]) + work.tokens // 2, 1, 1).total if costs else None
     return BenchResult(
         pair=subject.title,
         backend=subject.kind,
@@ -122,7 +121,7 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
         block_size=shape.block_size,
         context=work.context,
         forced_accept_length=work.accept_length,
-        machine={**describe(), **device.description, "clocks": clocks},
+        machine=machine,
         read_bandwidth=device.bandwidth,
         matmul_rate=device.matmul_rate,
         matmul_by=device.matmul_by,
@@ -136,9 +135,9 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
         cold=_cold(subject, first, decodings.raw.ms),
         prefill=prefills,
         contexts=contexts,
-        drafts_ms=by_drafts,
+        drafts_ms=drafts_ms,
         memory=held,
-        profile=_profile(on_gpu, subject, work, say) if on_gpu and work.profile else (),
+        profile=_profile(on_gpu, prompt, say) if on_gpu and work.profile else (),
         forced_acceptance=work.acceptance,
         routing_correlation=work.correlation,
         chosen=chosen,
@@ -185,12 +184,10 @@ def tiled(ids: Sequence[int], length: int) -> list[int]:
 def _chosen(meter: Meter, subject: Subject, work: Workload, say: Say) -> Chosen:
     """The first prompt by a planner that chooses the number of drafts; its first plan settles the number."""
     say("timing speculative decoding with drafts chosen by measurement")
-    backend, rows = subject.planner.backend, subject.planner.shape.verify_rows
-    planner = Planner(backend, None)  # never closed: the backend is the subject's
-    planner._engine.pace.begin(backend, None)
-    other = replace(meter, planner=planner)
-    for _ in range(2):
-        found, plans = other.decode(subject.prompts[:1], work.budget(rows))
+    with lent(subject.planner.backend, chosen=True) as planner:
+        other = replace(meter, planner=planner)
+        for _ in range(2):
+            found, plans = other.decode(subject.prompts[:1], work.budget(planner.shape.verify_rows))
     return Chosen(**vars(found), drafts=plans[0].drafting.mean, usual=plans[0].drafting.usual)
 
 
@@ -207,12 +204,6 @@ def _prefill(meter: Meter, subject: Subject, tokens: int, device: Device, say: S
     return meter.prefill(tiled(subject.filler, tokens), device.matmul_rate)
 
 
-def _at_load(backend: Backend, say: Say) -> dict[str, float]:
-    """Milliseconds of a cycle by its drafts, as they are measured at load."""
-    say("timing cycles by the drafts that they verify")
-    return {str(drafts): 1e3 * seconds for drafts, seconds in measure(backend).items()}
-
-
 def _context(meter: Meter, subject: Subject, context: int, say: Say) -> CycleTimes:
     say(f"timing cycles at {context:,} tokens")
     prompt = tiled(subject.filler, context)
@@ -222,13 +213,8 @@ def _context(meter: Meter, subject: Subject, context: int, say: Say) -> CycleTim
 
 
 def _cold(subject: Subject, first: TimedRun, steady_ms: float) -> Cold:
-    return Cold(
-        load_seconds=subject.load_seconds,
-        prefill_tokens=len(subject.prompts[0]),
-        prefill_ms=first.prefill_seconds * 1e3,
-        cycle_ms=first.cycles[0].seconds * 1e3,
-        steady_cycle_ms=steady_ms,
-    )
+    prompt_ms, cycle_ms = first.prefill_seconds * 1e3, first.cycles[0].seconds * 1e3
+    return Cold(subject.load_seconds, len(subject.prompts[0]), prompt_ms, cycle_ms, steady_ms)
 
 
 def _force(device: NativeBackend, pattern: Sequence[int]) -> None:
@@ -245,13 +231,12 @@ def _profiled(device: NativeBackend, anchor: int) -> list[StepTime]:
     return profile(device, anchor)
 
 
-def _profile(device: NativeBackend, subject: Subject, work: Workload, say: Say) -> tuple[StepKind, ...]:
+def _profile(device: NativeBackend, prompt: Sequence[int], say: Say) -> tuple[StepKind, ...]:
     """Steps of a cycle by kind (layer numbers left out), the longest first."""
     say("timing every step of a cycle")
     device.reset()
-    anchor = device.prefill(tiled(subject.filler, work.context)).argmax()[0]
     kinds: dict[str, list[StepTime]] = {}
-    for step in _profiled(device, anchor):
+    for step in _profiled(device, device.prefill(prompt).argmax()[0]):
         kinds.setdefault(re.sub(r"layers\.\d+", "layers.*", step.name), []).append(step)
     device.reset()
     found = (
@@ -284,6 +269,6 @@ def _replaced_share(subject: Subject, form: Form, tokens: int) -> float:
     """Share of the drafts after the first prompt in whose place the grammar puts another token, refused or forced."""
     planner = subject.planner
     watched = _Watched(planner.backend)
-    other = Planner(watched, planner.tokenizer, planner.stop_token_ids, fallback=False)  # never closed: see _chosen
-    other.plan(subject.prompts[0], max_new_tokens=tokens, schema=form.schema)
+    with lent(watched, planner.tokenizer, planner.stop_token_ids) as other:
+        other.plan(subject.prompts[0], max_new_tokens=tokens, schema=form.schema)
     return watched.replaced / max(watched.verified, 1)

@@ -83,8 +83,7 @@ def cubins(folder: Path, sm: int) -> Callable[[str], bytes]:
 
     Raises BackendError for a device without kernels; the result raises BuildError when it has to compile and cannot.
     """
-    arch = arch_of_sm(sm)
-    if arch is None or arch.kernels is None:
+    if (arch := arch_of_sm(sm)) is None or arch.kernels is None:
         raise BackendError(f"this GPU is SM{sm}; the kernels are built for {', '.join(ARCHS)}")
     return partial(cached_cubin, arch=arch.kernels, cache=folder)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any
 
 from edge_dflash.bundle.selftest import FLOOR_SHARE, SelfTest
@@ -22,7 +23,7 @@ ERRORS = 2.0  # standard errors that a position's share may lie below FLOOR_SHAR
 
 @dataclass(frozen=True)
 class AcceptanceCheck:
-    """Accepted drafts beside those of the build; without a drafter or a record nothing is judged."""
+    """Accepted drafts next to those of the build; without a drafter or a record nothing is judged."""
 
     here: Drafting
     at_build: Drafting
@@ -31,25 +32,24 @@ class AcceptanceCheck:
 
     @property
     def accept_length(self) -> float:
-        """Tokens of a cycle, mean."""
-        return _mean(self.here)
+        """Tokens of a cycle, mean; 0 without one."""
+        return 1.0 + mean(self.here.accepted) if self.here.accepted else 0.0
 
     @property
     def accept_length_at_build(self) -> float:
         """The same at build."""
-        return _mean(self.at_build)
+        return 1.0 + mean(self.at_build.accepted) if self.at_build.accepted else 0.0
 
     @property
     def below(self) -> tuple[int, ...]:
         """Positions, from 1 on, that many cycles tried and whose share lies clearly below that of the build."""
         found = []
-        for at, ((tried, stood), (then, before)) in enumerate(
-            zip(self.here.positions, self.at_build.positions, strict=False)
-        ):
+        both = zip(self.here.positions, self.at_build.positions, strict=False)
+        for position, ((tried, stood), (then, before)) in enumerate(both, 1):
             if min(tried, then) >= CYCLES:
                 least = FLOOR_SHARE * before / then
                 if stood / tried < least - ERRORS * math.sqrt(least * (1.0 - least) / tried):
-                    found.append(at + 1)
+                    found.append(position)
         return tuple(found)
 
     @property
@@ -70,12 +70,9 @@ class AcceptanceCheck:
 
     def to_json(self) -> dict[str, Any]:
         """One object with stable keys."""
-        return {
-            "ok": self.ok,
+        same = {name: getattr(self, name) for name in ("ok", "accept_length", "accept_length_at_build", "floor")}
+        return same | {
             "unknown": self.unknown or None,
-            "accept_length": self.accept_length,
-            "accept_length_at_build": self.accept_length_at_build,
-            "floor": self.floor,
             "acceptance": list(self.here.acceptance),
             "acceptance_at_build": list(self.at_build.acceptance),
             "positions_below": list(self.below),
@@ -93,7 +90,3 @@ def check_acceptance(backend: Backend, recorded: SelfTest | None) -> AcceptanceC
     finally:
         backend.reset()
     return AcceptanceCheck(here, recorded.drafting, recorded.accept_floor)
-
-
-def _mean(drafting: Drafting) -> float:
-    return 1.0 + sum(drafting.accepted) / len(drafting.accepted) if drafting.accepted else 0.0

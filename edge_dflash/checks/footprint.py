@@ -12,7 +12,7 @@ choices of E read E (1 - (1 - k/E)^T) on average. Rows of one text choose more a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from math import prod
 from typing import Any
 
@@ -71,6 +71,12 @@ class MemoryBytes:
     tower: int = _label("vision tower")
     seen: int = _label("rows of pictures that are kept, at most")
     pictures: int = _label("pictures that are being read, at most")  # of the host
+
+
+def labelled(parts: CycleBytes | MemoryBytes) -> list[tuple[str, int]]:
+    """What tables call each part, and its bytes; those of none are left out."""
+    sizes = ((part.metadata["label"], getattr(parts, part.name)) for part in fields(parts))
+    return [(label, size) for label, size in sizes if size]
 
 
 @dataclass(frozen=True)

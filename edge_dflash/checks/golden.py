@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-3  # absolute, of logits; other arrays: relative to the golden's largest value where that is above 1
 INFORMATIVE = ("prefill_logits_bf16run",)  # another library in BF16: shows the scale of rounding, decides nothing
 NVFP4 = ("nvfp4_w4a16_prefill_logits", "nvfp4_w4a16_greedy_tokens")  # of a checkpoint that stores NVFP4
-PROMPT_KEY = re.compile(r"p\d+\.")
+PROMPT_KEY = re.compile(r"^p\d+\.")
 INPUT = re.compile(r"prompt|threshold|images|.*\.(pixel_values|grid_thw)")  # keys of what is given to us
 CYCLES = re.compile(r"(short_|cut_)?cycle_")  # by cycles, of which as many are compared as both have
 SHORT = "short_"  # of keys of a run with smaller blocks
@@ -65,11 +64,6 @@ class GoldenComparison:
     missing: tuple[str, ...]  # keys that the format has and the file has not
     skipped: tuple[str, ...]  # keys of the file for other weights: NVFP4 keys with a wide checkpoint, or the reverse
     unknown: tuple[str, ...]  # keys of the file that the format has not, or of a prompt that is not given
-
-    @classmethod
-    def joined(cls, parts: Sequence[GoldenComparison]) -> GoldenComparison:
-        """What was found of several prompts together."""
-        return cls(*(tuple(chain.from_iterable(getattr(p, one.name) for p in parts)) for one in fields(cls)))
 
     @property
     def ok(self) -> bool:
@@ -142,25 +136,27 @@ def verify_golden(target: Path, drafter: Path | None, golden_file: Path) -> Gold
     except CheckpointError as error:
         raise VerificationError(f"{golden_file}: not a readable safetensors file ({error}); copy it again") from error
     vision = spec.target.vision
-    patches = patch_arrays(golden, target, vision.patches) if vision else {}
-    cut = _compare_keys("", {key: golden[key] for key in patches}, patches)
-    return GoldenComparison.joined([check_golden(spec, store, golden, programs), cut])
+    return check_golden(spec, store, golden, programs, patch_arrays(golden, target, vision.patches) if vision else {})
 
 
 def check_golden(
-    spec: PairSpec, store: WeightStore, golden: Mapping[str, Array], programs: PairPrograms | None = None
+    spec: PairSpec,
+    store: WeightStore,
+    golden: Arrays,
+    programs: PairPrograms | None = None,
+    patches: Arrays | None = None,
 ) -> GoldenComparison:
-    """Compare in memory; ``programs`` replaces the pair's own."""
+    """Compare in memory; ``programs`` replaces the pair's own, ``patches`` are pictures that were cut again."""
     from edge_dflash.checks.observe import GoldenObserver  # torch, only here
 
     programs = programs or pair_programs(spec)
     observer = GoldenObserver(spec, _WeightOnly(store), programs)
-    towers = tower_arrays(golden, observer.tower) if observer.tower else {}
     quantized = any(isinstance(store.get(n), Nvfp4Weight) for n, w in programs.weights.items() if w.kind == "linear")
-    found = list[GoldenComparison]()
+    towers = tower_arrays(golden, observer.tower) if observer.tower else {}
+    ours, missing = dict[str, Array](), list[str]()
     for name, given in _prompts(golden):
         if "prompt" not in given:
-            found.append(GoldenComparison((), (f"{name}.prompt",), (), tuple(f"{name}.{key}" for key in given)))
+            missing.append(f"{name}.prompt")
             continue
         prompt, block = given["prompt"].reshape(-1).tolist(), _first_block(given)
         if not prompt or not all(0 <= token < spec.target.vocab_size for token in (*prompt, *(block or ()))):
@@ -170,20 +166,31 @@ def check_golden(
             )
         if quantized:  # activations stay wide, whatever the checkpoint calibrated
             tokens, logits = observer.tokens_and_logits(prompt, len(given.get("nvfp4_w4a16_greedy_tokens", ())))
-            found.append(_compare_keys(f"{name}.", given, dict(zip(NVFP4, (logits, tokens), strict=True))))
+            found = dict(zip(NVFP4, (logits, tokens), strict=True))
         else:
             threshold = float(given["threshold"].reshape(-1)[0]) if "threshold" in given else None
             pictured = said(golden, given, prompt, spec.target)
-            ours = observer.prompt(pictured, _new_tokens(given), block, threshold)
-            ours["prefill_logits_bf16run"] = ours["prefill_logits"]
+            found = observer.prompt(pictured, _new_tokens(given), block, threshold)
+            found["prefill_logits_bf16run"] = found["prefill_logits"]
             if f"{SHORT}cycle_draft_tokens" in given:
                 smaller = GoldenObserver(_smaller(spec, given), _WeightOnly(store), programs)
                 again = smaller.prompt(pictured, _new_tokens(given), None)
-                ours |= {SHORT + key: array for key, array in again.items() if SHORT + key in given}
-            found.append(_compare_keys(f"{name}.", given, _by_token(given, ours)))
-    others = {key: array for key, array in golden.items() if not PROMPT_KEY.match(key)}
-    found.append(_compare_keys("", others, towers))
-    return GoldenComparison.joined(found)
+                found |= {SHORT + key: array for key, array in again.items() if SHORT + key in given}
+            found = _by_token(given, found)
+        ours |= {f"{name}.{key}": array for key, array in found.items()}
+    return _compared(golden, ours | towers | dict(patches or {}), missing, quantized=quantized)
+
+
+def _compared(golden: Arrays, ours: Arrays, missing: Sequence[str], *, quantized: bool) -> GoldenComparison:
+    """Compare the keys that both have; list the others."""
+    others = [key for key in golden if key not in ours and not INPUT.fullmatch(PROMPT_KEY.sub("", key))]
+    of_others = [key for key in others if (name := PROMPT_KEY.sub("", key)) in NVFP4 or (quantized and name != key)]
+    return GoldenComparison(
+        tuple(_compare(key, golden[key], found) for key, found in ours.items() if key in golden),
+        (*missing, *(key for key in ours if key not in golden)),
+        tuple(of_others),
+        tuple(key for key in others if key not in of_others),
+    )
 
 
 def _smaller(spec: PairSpec, given: Mapping[str, Array]) -> PairSpec:
@@ -223,19 +230,8 @@ class _WeightOnly:
         return self.store.kv_scale(state)
 
 
-def _compare_keys(prompt: str, given: Mapping[str, Array], ours: Mapping[str, Array]) -> GoldenComparison:
-    """Compare the keys that both have; list the others. ``prompt``: what stands before them in the file."""
-    others = [key for key in given if key not in ours and not INPUT.fullmatch(key)]
-    skipped = [key for key in others if key in NVFP4 or NVFP4[0] in ours]  # they are of other weights
-    return GoldenComparison(
-        tuple(_compare(f"{prompt}{key}", key, given[key], found) for key, found in ours.items() if key in given),
-        tuple(f"{prompt}{key}" for key in ours if key not in given),
-        tuple(f"{prompt}{key}" for key in skipped),
-        tuple(f"{prompt}{key}" for key in others if key not in skipped),
-    )
-
-
-def _compare(name: str, key: str, wanted: Array, found: Array) -> ArrayDifference:
+def _compare(name: str, wanted: Array, found: Array) -> ArrayDifference:
+    key = PROMPT_KEY.sub("", name)
     if CYCLES.match(key):
         cycles = min(len(wanted), len(found))
         wanted, found = wanted[:cycles], found[:cycles]

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 from zlib import crc32
 
@@ -56,6 +57,47 @@ class TokenRows:
         rows = np.zeros((len(self.tokens), self.vocab_size), np.float32)
         rows[np.arange(len(self.tokens)), self.tokens] = SURE
         return rows
+
+
+@dataclass(frozen=True)
+class GivenDrafts:
+    """Steers a cycle to given drafts, and nothing else."""
+
+    tokens: list[int]
+    tolerant: bool = False
+
+    def drafts(self, rows: Rows, position: int) -> list[int]:
+        """See Steering."""
+        return self.tokens
+
+    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
+        """See Steering."""
+        return [None] * (len(drafts) + 1)
+
+    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
+        """See Steering."""
+        return []
+
+
+class ByTurns(Delegate):
+    """``backend``, whose cycle c verifies at most c mod (K + 1) drafts: each number in turn, and none of them too."""
+
+    def __init__(self, backend: Backend, start: int = 0) -> None:
+        super().__init__(backend)
+        self._cycle = start
+
+    def cycle(self, asked: Asked) -> Cycle:
+        """The backend's own cycle of fewer drafts."""
+        return self._backend.cycle(self._fewer(asked))
+
+    def cycles(self, asked: Sequence[Asked]) -> list[Outcome]:
+        """The backend's own joint cycle, of fewer drafts in each lane."""
+        return self._backend.cycles([self._fewer(one) for one in asked])
+
+    def _fewer(self, asked: Asked) -> Asked:
+        drafts = self._cycle % self.shape.verify_rows
+        self._cycle += 1
+        return replace(asked, drafts=drafts if asked.drafts is None else min(drafts, asked.drafts))
 
 
 class Adversary(Delegate):
@@ -270,12 +312,16 @@ def verify_lossless(
 _Found = tuple[str, int, int | str | None, int | str | None]  # the last four fields of Difference
 
 
+def first_difference(alone: Sequence[int], found: Sequence[int]) -> tuple[int, int | None, int | None] | None:
+    """Position and tokens of the first difference, None for one that is missing; None when all are equal."""
+    pairs = enumerate(zip_longest(alone, found))
+    return next(((at, ours, theirs) for at, (ours, theirs) in pairs if ours != theirs), None)
+
+
 def _compare(plain: Generation, found: Generation) -> list[_Found]:
     """First different token, or the finish reason."""
-    for position in range(max(len(plain.tokens), len(found.tokens))):
-        pair = [g.tokens[position] if position < len(g.tokens) else None for g in (plain, found)]
-        if pair[0] != pair[1]:
-            return [("tokens", position, pair[0], pair[1])]
+    if (first := first_difference(plain.tokens, found.tokens)) is not None:
+        return [("tokens", *first)]
     if plain.finish_reason != found.finish_reason:
         return [("finish_reason", len(plain.tokens), plain.finish_reason, found.finish_reason)]
     return []
@@ -299,44 +345,3 @@ def _same_bits(a: Array | None, b: Array | None) -> bool:
 def _describe(array: Array | None) -> str | None:
     """Dtype, shape and checksum of an array; None when it is missing."""
     return None if array is None else f"{array.dtype}{list(array.shape)} crc32 {crc32(array.tobytes()):08x}"
-
-
-@dataclass(frozen=True)
-class GivenDrafts:
-    """Steers a cycle to given drafts, and nothing else."""
-
-    tokens: list[int]
-    tolerant: bool = False
-
-    def drafts(self, rows: Rows, position: int) -> list[int]:
-        """See Steering."""
-        return self.tokens
-
-    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
-        """See Steering."""
-        return [None] * (len(drafts) + 1)
-
-    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
-        """See Steering."""
-        return []
-
-
-class ByTurns(Delegate):
-    """``backend``, whose cycle c verifies at most c mod (K + 1) drafts: each number in turn, and none of them too."""
-
-    def __init__(self, backend: Backend, start: int = 0) -> None:
-        super().__init__(backend)
-        self._cycle = start
-
-    def cycle(self, asked: Asked) -> Cycle:
-        """The backend's own cycle of fewer drafts."""
-        return self._backend.cycle(self._fewer(asked))
-
-    def cycles(self, asked: Sequence[Asked]) -> list[Outcome]:
-        """The backend's own joint cycle, of fewer drafts in each lane."""
-        return self._backend.cycles([self._fewer(one) for one in asked])
-
-    def _fewer(self, asked: Asked) -> Asked:
-        drafts = self._cycle % self.shape.verify_rows
-        self._cycle += 1
-        return replace(asked, drafts=drafts if asked.drafts is None else min(drafts, asked.drafts))

@@ -11,6 +11,7 @@ from itertools import pairwise
 from statistics import mean
 from typing import Any
 
+from edge_dflash.checks.lossless import first_difference
 from edge_dflash.errors import VerificationError
 from edge_dflash.planner import Planner
 from edge_dflash.runner.job import Observer
@@ -103,7 +104,8 @@ def verify_mixes(
             if one not in alone:
                 alone[one] = planner.plan(one.prompt, **one.options()).tokens
             cut = len(found) if one.leaves_after is not None else len(alone[one])
-            unlike += _compare(mix, alone[one][:cut], found)
+            if (first := first_difference(alone[one][:cut], found)) is not None:
+                unlike.append(Unlike(mix, *first))
         requests, tokens = requests + len(asked), tokens + sum(map(len, together))
         progress(f"mix {mix + 1} of {MIXES}: {len(asked)} requests on {lanes} lanes")
     joint = sum(one.lanes > 1 for one in watching.passes)
@@ -132,15 +134,6 @@ def _together(planner: Planner, asked: Sequence[MixedRequest]) -> list[tuple[int
                     next(stream)
             stream.cancel()
     return [stream.plan.tokens for stream in streams]
-
-
-def _compare(mix: int, alone: Sequence[int], found: Sequence[int]) -> list[Unlike]:
-    """The first token that differs."""
-    for position in range(max(len(alone), len(found))):
-        pair = [tokens[position] if position < len(tokens) else None for tokens in (alone, found)]
-        if pair[0] != pair[1]:
-            return [Unlike(mix, position, pair[0], pair[1])]
-    return []
 
 
 @dataclass(frozen=True)

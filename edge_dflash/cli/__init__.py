@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
@@ -41,36 +42,19 @@ COMMANDS = {
 }
 
 
-class _Commands(MutableMapping[str, Any]):
-    """The commands by name."""
-
-    def __init__(self) -> None:
-        self._loaded: dict[str, Any] = {}
+class _Commands(UserDict[str, Any]):
+    """The commands by name: what a list says of each, until one is called for and loaded."""
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._loaded:
-            if name not in COMMANDS:
-                raise KeyError(name)
+        if isinstance(self.data[name], str):
             with _starting():
                 module = name.replace("-", "_")
                 app = getattr(import_module(f"edge_dflash.cli.{module}"), module)
             if not isinstance(app, typer.Typer):
                 function, app = app, typer.Typer(add_completion=False, rich_markup_mode=None)
                 app.command(name, cls=Command)(function)
-            self._loaded[name] = typer.main.get_command(app)
-        return self._loaded[name]
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._loaded[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._loaded[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
-
-    def __len__(self) -> int:
-        return len(COMMANDS)
+            self.data[name] = typer.main.get_command(app)
+        return self.data[name]
 
 
 @contextmanager
@@ -88,7 +72,7 @@ class _Group(TyperGroup):
     """All commands; their list needs none of them."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{**settings, "commands": _Commands()})
+        super().__init__(**{**settings, "commands": _Commands(COMMANDS)})
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):

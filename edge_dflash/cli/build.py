@@ -11,54 +11,33 @@ import typer
 from edge_dflash.builder.finish import BuildResult, finish_command
 from edge_dflash.builder.finish import finish as finish_bundle
 from edge_dflash.cli.output import Json, emit_json, say, stages
-from edge_dflash.cli.usage import MissingOptionError
+from edge_dflash.cli.usage import MissingOptionError, opt, switch
 from edge_dflash.common.files import directory, is_file
 from edge_dflash.common.tables import encode
 from edge_dflash.errors import RecipeError, RequestError
 from edge_dflash.model.registry import NO_DRAFTER
 
-Recipe = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="NAME|FILE",
-        help="Recipe file or the name of one in engines/; default: NVFP4 weights, FP8 keys and values.",
-    ),
+Target = Annotated[Path | None, opt("DIR", "Directory of the target's Hugging Face checkpoint.")]
+Drafter = Annotated[
+    Path | None, opt("DIR", "Directory of the drafter's checkpoint; none, or left out: decode plainly.")
 ]
+Output = Annotated[Path | None, opt("DIR", "Directory to make; the bundle appears there when complete.")]
+ArchName = Annotated[str, opt("NAME", "What it runs on: cpu, a GPU such as sm110, or a board such as thor.")]
 Backend = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAMES",
-        help="What runs it: reference, native, tensorrt or native,tensorrt; default: what suits the arch.",
-    ),
+    opt("NAMES", "What runs it: reference, native, tensorrt or native,tensorrt; default: what suits the arch."),
 ]
-Chunk = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Most prompt tokens of one pass; default: 0.1 s, and 128 or more on a GPU."),
-]
-Lanes = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, max=8, help="Sequences decoded at once; default: the recipe's, else 1."),
-]
-TextOnly = Annotated[
-    bool, typer.Option("--text-only", help="Leave the target's vision tower out: smaller, and no images.")
-]
-Finish = Annotated[
+Recipe = Annotated[
     Path | None,
-    typer.Option(metavar="BUNDLE", help="Build the plans that this bundle lacks and time it, on its board."),
+    opt("NAME|FILE", "Recipe file or the name of one in engines/; default: NVFP4 weights, FP8 keys and values."),
 ]
-
-Target = Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the target's Hugging Face checkpoint.")]
-Drafter = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Directory of the drafter's checkpoint; none, or left out: decode plainly."),
-]
-Output = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Directory to make; the bundle appears there when complete.")
-]
-ArchName = Annotated[
-    str, typer.Option(metavar="NAME", help="What it runs on: cpu, a GPU such as sm110, or a board such as thor.")
-]
-MaxContext = Annotated[int | None, typer.Option(metavar="N", help="Most tokens of a sequence; default: the recipe's.")]
+MaxContext = Annotated[int | None, opt("N", "Most tokens of a sequence; default: the recipe's.")]
+Chunk = Annotated[int | None, opt("N", "Most prompt tokens of one pass; default: 0.1 s, and 128 or more on a GPU.")]
+Calibrate = Annotated[bool, typer.Option(help="Measure the scales of FP8 keys and values on calib/.")]
+Lanes = Annotated[int | None, opt("N", "Sequences decoded at once; default: the recipe's, else 1.", min=1, max=8)]
+TextOnly = Annotated[bool, switch("--text-only", "Leave the target's vision tower out: smaller, and no images.")]
+Force = Annotated[bool, switch("--force", "Replace the bundle that is at --output.")]
+Finish = Annotated[Path | None, opt("BUNDLE", "Build the plans that this bundle lacks and time it, on its board.")]
 
 
 def build(
@@ -70,10 +49,10 @@ def build(
     recipe: Recipe = None,
     max_context: MaxContext = None,
     prefill_chunk: Chunk = None,
-    calibrate: Annotated[bool, typer.Option(help="Measure the scales of FP8 keys and values on calib/.")] = True,
+    calibrate: Calibrate = True,
     lanes: Lanes = None,
     text_only: TextOnly = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace the bundle that is at --output.")] = False,
+    force: Force = False,
     finish: Finish = None,
     json: Json = False,
 ) -> None:
@@ -103,14 +82,13 @@ def build(
             raise RequestError("--finish BUNDLE goes alone: a bundle has its own models, recipe and sizes")
         with stages() as report:
             return _report(finish_bundle(finish, report), json)
-    drafter = given_drafter(drafter)
-    target, output = _given(target=target, output=output)
+    if target is None or output is None:
+        raise MissingOptionError("output" if target else "target", instead="--finish BUNDLE")
     with stages():  # torch takes seconds to import
         from edge_dflash.builder import write
     found = find_recipe(recipe) if recipe is not None else None
-    config = write.BuildConfig(
-        *(target, drafter, output, arch, backend, found, max_context, prefill_chunk, calibrate, lanes, text_only, force)
-    )
+    more = (max_context, prefill_chunk, calibrate, lanes, text_only, force)
+    config = write.BuildConfig(target, given_drafter(drafter), output, arch, backend, found, *more)
     with stages() as report:
         result = write.build(config, report, say)
     _report(result, json)
@@ -121,34 +99,14 @@ def given_drafter(drafter: Path | None) -> Path | None:
     return None if drafter == Path(NO_DRAFTER) else drafter
 
 
-def _given(**paths: Path | None) -> list[Path]:
-    """Paths without which nothing is built. Raises MissingOptionError naming the first that is missing."""
-    for name, path in paths.items():
-        if path is None:
-            raise MissingOptionError(name, instead="--finish BUNDLE")
-    return [path for path in paths.values() if path is not None]
-
-
 def _report(result: BuildResult, json: bool) -> None:
     """Print what was built."""
     for warning in result.warnings:
         say(f"warning: {warning}")
     if json:
-        emit_json(
-            {
-                "bundle": str(result.bundle),
-                "bytes": result.bytes,
-                "seconds": result.seconds,
-                "backends": list(result.backends),
-                "active": result.active,
-                "recipe": result.recipe,
-                "plans": list(result.plans),
-                "deferred": list(result.deferred),
-                "trial": None if result.trial is None else encode(result.trial),
-                "nothing_to_do": result.nothing,
-                "warnings": list(result.warnings),
-            }
-        )
+        found = vars(result) | {"bundle": str(result.bundle), "nothing_to_do": result.nothing}
+        del found["nothing"]
+        emit_json(encode(found))
     elif result.nothing:
         print(f"nothing to do for {result.bundle}: {result.nothing}")
     else:

@@ -10,10 +10,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from edge_dflash.cli.output import Json, emit_json, say, show, stages
 from edge_dflash.cli.plans import WARM_UP_TOKENS, comparison, require_same, same_tokens, timed
+from edge_dflash.cli.usage import opt, switch
 from edge_dflash.common.files import check_place, check_writable, directory, write_whole
 from edge_dflash.common.scratch import scratch
 from edge_dflash.demo.actions import plan_schema, schema_problems
@@ -23,32 +22,32 @@ from edge_dflash.demo.tasks import HELDOUT, MODELS, Task, check_plan, check_succ
 from edge_dflash.demo.telling import PlanLines, scene_lines
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.result import Increment, Plan, json_object
+from edge_dflash.result import Plan, json_object
 from edge_dflash.version import __version__
 
 RECIPE = "demo-cpu.yaml"
 
 
+Own = Annotated[
+    str | None,
+    opt(
+        "TEXT",
+        "A task of your own: a scene and a goal as in edge_dflash/demo/task.txt, it knows no others. With --image a "
+        "goal alone, such as 'Bring red_mug to Anna.'",
+    ),
+]
+Image = Annotated[bool, switch("--image", "Plan from a picture of the scene: drawn, seen by a small vision tower.")]
+Save = Annotated[Path | None, opt("FILE", "With --image: write the picture there, as a PNG.")]
+Index = Annotated[int, opt("N", "Which of the 64 held-out tasks, from 0.", min=0)]
+Where = Annotated[Path | None, opt("DIR", "Where the demo's bundle is or will be; default: ~/.cache/edge-dflash.")]
+
+
 def demo(
-    task: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="A task of your own: a scene and a goal as in edge_dflash/demo/task.txt, it knows no others. With "
-            "--image a goal alone, such as 'Bring red_mug to Anna.'",
-        ),
-    ] = None,
-    image: Annotated[
-        bool, typer.Option("--image", help="Plan from a picture of the scene: drawn, seen by a small vision tower.")
-    ] = False,
-    save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --image: write the picture there, as a PNG.")
-    ] = None,
-    index: Annotated[int, typer.Option(min=0, metavar="N", help="Which of the 64 held-out tasks, from 0.")] = 0,
-    bundle: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where the demo's bundle is or will be; default: ~/.cache/edge-dflash."),
-    ] = None,
+    task: Own = None,
+    image: Image = False,
+    save: Save = None,
+    index: Index = 0,
+    bundle: Where = None,
     json: Json = False,
 ) -> None:
     """Make a robot plan with the shipped demo pair, with and without its drafter, and compare.
@@ -65,7 +64,7 @@ def demo(
     """
     if save is not None and not image:
         raise RequestError(f"--save {save} is given without --image: only a picture can be saved; add --image")
-    request = _pictured(index, task, save) if image else _own(task) if task is not None else _heldout(index)
+    request = _request(task, index, image, save)
     where = bundle if bundle is not None else default_bundle(image=image)
     with _open(where, ours=bundle is None, image=image) as planner:
         say(f"task: {request.title}")
@@ -73,7 +72,9 @@ def demo(
             planner.plan(request.messages, max_new_tokens=WARM_UP_TOKENS)
         if not json:
             request.tell(image=image)
-        speculative, joules = timed(planner, request.messages, {}, None if json else _Printed())
+        lines = PlanLines()
+        tell = None if json else lambda part: print(lines(part.text or ""), end="", flush=True)
+        speculative, joules = timed(planner, request.messages, {}, tell)
         if not json:
             print("\n")
         with stages("the same without the drafter"):
@@ -123,16 +124,6 @@ class _Request:
         return not self.problems(text) and not check_success(self.task, text)
 
 
-class _Printed:
-    """Prints an answer as it is made, a plan in lines."""
-
-    def __init__(self) -> None:
-        self._lines = PlanLines()
-
-    def __call__(self, part: Increment) -> None:
-        print(self._lines(part.text or ""), end="", flush=True)
-
-
 def _explain(request: _Request, text: str, where: Path) -> None:
     """Say what was checked, and what to do next."""
     names = "" if request.task is None else ", and every name in it is in the scene"
@@ -144,31 +135,22 @@ def _explain(request: _Request, text: str, where: Path) -> None:
     say("      build a bundle of your own pair:     edge-dflash build --help")
 
 
-def _own(text: str) -> _Request:
-    return _Request(" ".join(text.split()), [{"role": "user", "content": text}], None)
-
-
-def _task(index: int, file: Path) -> Task:
-    lines = file.read_text(encoding="utf-8").splitlines()
-    if index >= len(lines):
-        raise RequestError(f"--index {index} is given, held-out tasks are 0 to {len(lines) - 1}")
-    return task_from_json(jsonlib.loads(lines[index]))
-
-
-def _heldout(index: int) -> _Request:
-    task = _task(index, HELDOUT)
-    return _Request(task.goal_text, list(task.messages), task, simulated=True)
-
-
-def _pictured(index: int, goal: str | None, save: Path | None) -> _Request:
-    task = _task(index, PICTURED)
-    if goal is not None:
-        task = with_goal(task, goal)
+def _request(text: str | None, index: int, image: bool, save: Path | None) -> _Request:
+    """A task of one's own, or a held-out one, perhaps with another goal."""
+    if text is not None and not image:
+        return _Request(" ".join(text.split()), [{"role": "user", "content": text}], None)
+    held_out = (PICTURED if image else HELDOUT).read_text(encoding="utf-8").splitlines()
+    if index >= len(held_out):
+        raise RequestError(f"--index {index} is given, held-out tasks are 0 to {len(held_out) - 1}")
+    task = task_from_json(jsonlib.loads(held_out[index]))
+    if not image:
+        return _Request(task.goal_text, list(task.messages), task, simulated=True)
+    task = task if text is None else with_goal(task, text)
     if save is not None:
         check_writable(save, "--save")
         write_whole(save, png(picture(task)))
         say(f"the picture: {save}")
-    return _Request(task.goal_text, messages(task), task, simulated=goal is None)
+    return _Request(task.goal_text, messages(task), task, simulated=text is None)
 
 
 def default_bundle(*, image: bool = False) -> Path:
@@ -185,6 +167,7 @@ def _open(where: Path, *, ours: bool, image: bool) -> Planner:
     """Open the bundle; a missing one is built. A damaged one in our own cache is built again."""
     if not where.exists():
         _build(where, image=image)
+        ours = False  # what was just built is not built again
     try:
         with stages("opening the bundle") as report:
             return Planner.open(where, progress=report)
@@ -193,9 +176,7 @@ def _open(where: Path, *, ours: bool, image: bool) -> Planner:
             raise
         say(f"warning: {error}; building the demo again")
         shutil.rmtree(where)
-    _build(where, image=image)
-    with stages("opening the bundle") as report:
-        return Planner.open(where, progress=report)
+    return _open(where, ours=False, image=image)
 
 
 def _build(where: Path, *, image: bool) -> None:

@@ -12,15 +12,17 @@ from rich.table import Table
 
 from edge_dflash.checks.doctor import Check, examine, gather, healthy, report
 from edge_dflash.cli.output import Json, emit_json, show
+from edge_dflash.cli.usage import switch
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+Given = Annotated[
+    Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made; default: the installed one.")
+]
 
 
 def doctor(
-    bundle: Annotated[
-        Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made; default: the installed one.")
-    ] = None,
-    hashes: Annotated[bool, typer.Option("--hash", help="Compare all files of the bundle with their hashes.")] = False,
+    bundle: Given = None,
+    hashes: Annotated[bool, switch("--hash", "Compare all files of the bundle with their hashes.")] = False,
     json: Json = False,
 ) -> int:
     """Check board, software, GPU, power, memory, disk, service and bundle; each with a code, a finding and a remedy.

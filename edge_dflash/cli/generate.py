@@ -27,8 +27,8 @@ from edge_dflash.cli.plans import (
     require_same,
     summary,
     timed,
-    timed_best,
 )
+from edge_dflash.cli.usage import opt, switch
 from edge_dflash.common.files import LARGE, is_file, read_bytes
 from edge_dflash.decode.grammar.schema import schema_text
 from edge_dflash.decode.options import DECLARED, Declaration, Options, PlanOptions
@@ -38,33 +38,30 @@ from edge_dflash.planner import Planner, Task
 from edge_dflash.result import Plan
 from edge_dflash.runner.planning import MOST_CANDIDATES
 
+Given = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")]
+Prompt = Annotated[str | None, opt("TEXT", "The task as text.")]
+PromptFile = Annotated[Path | None, opt("FILE", "Read the task from a UTF-8 file; - is stdin.")]
+Ids = Annotated[str | None, opt("IDS", "Prompt as token ids, such as 1,2,3; used as they are.")]
 Images = Annotated[
-    list[Path] | None,
-    typer.Option(metavar="FILE", help="Show the model a PNG or JPEG file before the text; may be given again."),
+    list[Path] | None, opt("FILE", "Show the model a PNG or JPEG file before the text; may be given again.")
 ]
+Plain = Annotated[bool, switch("--plain", "Decode without the drafter: same tokens, slower.")]
+Drafts = Annotated[int | None, opt("K", "Drafts that a cycle verifies; default: as many as pay.", min=0)]
+Compare = Annotated[bool, switch("--compare", "Decode with and without the drafter; one table of both.")]
+Candidates = Annotated[int, opt("N", "Draw N answers, show the likeliest one.", min=1, max=MOST_CANDIDATES)]
 
 
 def generate(
-    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")],
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The task as text.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Read the task from a UTF-8 file; - is stdin.")
-    ] = None,
-    ids: Annotated[
-        str | None, typer.Option(metavar="IDS", help="Prompt as token ids, such as 1,2,3; used as they are.")
-    ] = None,
+    bundle: Given,
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    ids: Ids = None,
     *,
     image: Images = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Decode without the drafter: same tokens, slower.")] = False,
-    drafts: Annotated[
-        int | None, typer.Option(metavar="K", min=0, help="Drafts that a cycle verifies; default: as many as pay.")
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Decode with and without the drafter; one table of both.")
-    ] = False,
-    candidates: Annotated[
-        int, typer.Option(metavar="N", min=1, max=MOST_CANDIDATES, help="Draw N answers, show the likeliest one.")
-    ] = 1,
+    plain: Plain = False,
+    drafts: Drafts = None,
+    compare: Compare = False,
+    candidates: Candidates = 1,
     json: Json = False,
     **flags: Any,
 ) -> None:
@@ -87,7 +84,12 @@ def generate(
     identical (of --compare: the same tokens; null without it, or when a deadline cut one shorter).
     """
     if compare:
-        _refuse_beside_compare(plain, candidates)
+        if plain:
+            raise RequestError(
+                "--plain and --compare are given; --compare decodes plainly beside it, leave --plain out"
+            )
+        if candidates > 1:
+            raise RequestError("--candidates and --compare are given; give one of them")
     options = _options(flags, speculative=not plain)
     task = with_images(read_task(prompt, prompt_file, ids, raw=flags["raw"]), image or [], raw=flags["raw"])
     Options.of(options)  # what is wrong with a request is said before a bundle is loaded
@@ -119,25 +121,14 @@ def _check_bundle(bundle: Path, task: Task, images: Sequence[Path]) -> None:
         opened(path)
 
 
-def _refuse_beside_compare(plain: bool, candidates: int) -> None:
-    if plain:
-        raise RequestError("--plain and --compare are given; --compare decodes plainly beside it, leave --plain out")
-    if candidates > 1:
-        raise RequestError("--candidates and --compare are given; give one of them")
-
-
 def _answer(
     planner: Planner, task: Task, options: PlanOptions, candidates: int, json: bool
 ) -> tuple[Plan, float | None]:
     """The plan, or the best of several, and its joules; printed as it is made, unless ``json`` is."""
-    if candidates == 1:
-        plan, joules = timed(planner, task, options, None if json else print_part)
-        said = ""
-    else:
-        plan, joules = timed_best(planner, task, options, candidates)
-        said = plan.text if plan.text is not None else " ".join(map(str, plan.tokens))
+    tell = print_part if candidates == 1 and not json else None
+    plan, joules = timed(planner, task, options, tell, candidates=candidates)
     if not json:
-        print(said)
+        print("" if tell else plan.text if plan.text is not None else " ".join(map(str, plan.tokens)))
     return plan, joules
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -19,11 +19,13 @@ from edge_dflash.board.profiles import SYSTEM_BYTES, BoardProfile, largest_board
 from edge_dflash.builder.finish import finish_command
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.bundle.reader import read_manifest
-from edge_dflash.checks.footprint import PICTURE, TowerCosts
-from edge_dflash.checks.inspect import Inspection, inspect_manifest, inspect_recipe
+from edge_dflash.checks.footprint import PICTURE, TowerCosts, labelled
+from edge_dflash.checks.inspect import Inspection, LanePart, inspect_manifest, inspect_recipe
 from edge_dflash.cli.build import find_recipe, given_drafter
-from edge_dflash.cli.output import Json, emit_json, named_table, show, size
+from edge_dflash.cli.output import Columns, Json, emit_json, named_table, show, size, tabled
+from edge_dflash.cli.usage import opt
 from edge_dflash.common.files import LARGE, directory, read_bytes
+from edge_dflash.common.tables import encode
 from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.errors import BackendError, BundleError, RequestError
 from edge_dflash.model.registry import read_pair
@@ -34,28 +36,22 @@ BOARDS = ", ".join(path.stem for path in sorted(directory("jetson").glob("*.yaml
 
 DEFAULT_BOARD = "agx-thor"
 _KERNELS = "kernels/*.cubin"  # in a bundle
-MaxContext = Annotated[int | None, typer.Option(metavar="N", help="Tokens to keep room for; default: the recipe's.")]
-Context = Annotated[
-    int | None, typer.Option(metavar="N", help="Tokens of context at which a cycle's bytes are counted.")
-]
-Lanes = Annotated[
-    int | None, typer.Option(metavar="N", min=1, max=8, help="Sequences at once; default: BUNDLE's or the recipe's.")
-]
+Given = Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")]
+Target = Annotated[Path | None, opt("DIR", "Directory with the target's config.json.")]
+Drafter = Annotated[Path | None, opt("DIR", "Directory with the drafter's config.json; none: plain decoding.")]
+RecipeName = Annotated[Path | None, opt("NAME|FILE", "A shipped recipe (a wrong name lists them), or a file.")]
+Board = Annotated[str | None, opt("NAME", f"One of {BOARDS}, or an arch; default: by BUNDLE's arch, else agx-thor.")]
+MaxContext = Annotated[int | None, opt("N", "Tokens to keep room for; default: the recipe's.")]
+Context = Annotated[int | None, opt("N", "Tokens of context at which a cycle's bytes are counted.")]
+Lanes = Annotated[int | None, opt("N", "Sequences at once; default: BUNDLE's or the recipe's.", min=1, max=8)]
 
 
 def inspect(
-    bundle: Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")] = None,
-    target: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory with the target's config.json.")] = None,
-    drafter: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory with the drafter's config.json; none: plain decoding.")
-    ] = None,
-    recipe: Annotated[
-        Path | None, typer.Option(metavar="NAME|FILE", help="A shipped recipe (a wrong name lists them), or a file.")
-    ] = None,
-    board: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help=f"One of {BOARDS}, or an arch; default: by BUNDLE's arch, else agx-thor."),
-    ] = None,
+    bundle: Given = None,
+    target: Target = None,
+    drafter: Drafter = None,
+    recipe: RecipeName = None,
+    board: Board = None,
     max_context: MaxContext = None,
     context: Context = None,
     lanes: Lanes = None,
@@ -85,44 +81,44 @@ def inspect(
     null). Of BUNDLE also: backend (the one that runs it), backends (aboard), trial (what build --finish measured of
     them), arch, kernels (compilation units with kernels, registers, shared_bytes, stack_bytes).
     """
+    if bundle is not None and (target or drafter or recipe or max_context is not None):
+        raise RequestError(
+            "a bundle has its own models, recipe and sizes; give either BUNDLE or --target and --drafter"
+        )
+    built: dict[str, Any] = {}
     if bundle is not None:
-        if target or drafter or recipe or max_context is not None:
-            raise RequestError(
-                "a bundle has its own models, recipe and sizes; give either BUNDLE or --target and --drafter"
-            )
-        _show_bundle(bundle, board, context, lanes, json)
-        return
-    if target is None:
+        manifest = read_manifest(bundle)
+        profile = load_board(board) if board else largest_board(find_arch(manifest.arch).sm)
+        result = inspect_manifest(manifest, board=profile or load_board(DEFAULT_BOARD), context=context, lanes=lanes)
+        units = bundle_kernels(bundle, manifest)
+        built = {name: getattr(manifest, name) for name in ("backend", "backends", "trial", "arch")}
+        built |= {"kernels": units}
+    elif target is None:
         raise RequestError("give BUNDLE, or --target and --drafter with the directories of the two config.json")
-    pair = read_pair(target, given_drafter(drafter))
-    chosen = load_recipe(find_recipe(recipe)) if recipe is not None else default_recipe()
-    result = inspect_recipe(
-        pair, chosen, board=load_board(board or DEFAULT_BOARD), max_context=max_context, context=context, lanes=lanes
-    )
-    if json:
-        emit_json(result.to_json())
     else:
-        show(render(result, joint=lanes is not None))
-
-
-def _show_bundle(bundle: Path, board: str | None, context: int | None, lanes: int | None, json: bool) -> None:
-    manifest = read_manifest(bundle)
-    profile = load_board(board) if board else largest_board(find_arch(manifest.arch).sm) or load_board(DEFAULT_BOARD)
-    result = inspect_manifest(manifest, board=profile, context=context, lanes=lanes)
-    units = bundle_kernels(bundle, manifest)
+        pair = read_pair(target, given_drafter(drafter))
+        chosen = load_recipe(find_recipe(recipe)) if recipe is not None else default_recipe()
+        profile = load_board(board or DEFAULT_BOARD)
+        result = inspect_recipe(pair, chosen, board=profile, max_context=max_context, context=context, lanes=lanes)
     if json:
-        built = {
-            "backend": manifest.backend,
-            "backends": list(manifest.backends),
-            "trial": None if manifest.trial is None else asdict(manifest.trial),
-            "arch": manifest.arch,
-            "kernels": [asdict(unit) for unit in units],
-        }
-        emit_json({**result.to_json(), **built})
+        emit_json(result.to_json() | encode(built))
         return
     show(render(result, joint=lanes is not None))
+    if bundle is not None:
+        _show_built(bundle, manifest, units)
+
+
+def _show_built(bundle: Path, manifest: Manifest, units: tuple[UnitUse, ...]) -> None:
     if units:
-        show(kernels_table(units, manifest))
+        columns: Columns = {
+            "unit": ("unit", ""),
+            "kernels": ("kernels", ",d"),
+            "registers": ("registers", ",d"),
+            "shared bytes": ("shared_bytes", ",d"),
+            "spilled bytes": ("stack_bytes", ",d"),
+        }
+        there = [unit for unit in units if unit.kernels]  # a unit of another architecture has none
+        show(tabled(f"Kernels for {manifest.arch}, largest of each unit", there, columns))
     print(f"built by {manifest.created_by} for {manifest.options}")
     if manifest.standby:
         print(_both(bundle, manifest))
@@ -157,16 +153,6 @@ def bundle_kernels(path: Path, manifest: Manifest) -> tuple[UnitUse, ...]:
     return tuple(_unit(path / name) for name in names)
 
 
-def kernels_table(units: tuple[UnitUse, ...], manifest: Manifest) -> Table:
-    """For people."""
-    columns = ("kernels", "registers", "shared bytes", "spilled bytes")
-    table = named_table(f"Kernels for {manifest.arch}, largest of each unit", "unit", right=columns)
-    for unit, *figures in map(astuple, units):
-        if figures[0]:  # a unit of another architecture has no kernels
-            table.add_row(unit, *(f"{figure:,}" for figure in figures))
-    return table
-
-
 def _unit(file: Path) -> UnitUse:
     try:
         uses = kernel_use(read_bytes(file, LARGE)).values()
@@ -174,13 +160,8 @@ def _unit(file: Path) -> UnitUse:
         raise BundleError(f"cannot read {file}: {error.strerror}; copy or build the bundle again") from None
     except BackendError as error:
         raise BundleError(f"{file}: {error}; copy or build the bundle again") from None
-    return UnitUse(
-        file.stem,
-        len(uses),
-        max((use.registers for use in uses), default=0),
-        max((use.shared_bytes for use in uses), default=0),
-        max((use.stack_bytes for use in uses), default=0),
-    )
+    of_kernels = zip(*((use.registers, use.shared_bytes, use.stack_bytes) for use in uses), strict=True)
+    return UnitUse(file.stem, len(uses), *(tuple(map(max, of_kernels)) or (0, 0, 0)))
 
 
 def render(inspection: Inspection, *, joint: bool = False) -> RenderableType:
@@ -203,29 +184,33 @@ def _lanes(inspection: Inspection) -> Table:
     """What each lane holds."""
     costs = inspection.by_lanes
     title = f"Lanes of {inspection.max_context:,} tokens of context"
-    table = named_table(title, "what a lane holds", right=("one", f"{costs.lanes} of them"))
-    for part in costs.parts:
-        table.add_row(part.what, size(part.one), size(part.all))
-    table.add_section()
-    table.add_row("all", size(sum(part.one for part in costs.parts)), size(sum(part.all for part in costs.parts)))
-    return table
+    every = LanePart("all", sum(part.one for part in costs.parts), sum(part.all for part in costs.parts))
+    columns: Columns = {
+        "what a lane holds": ("what", ""),
+        "one": (lambda part: size(part.one), ""),
+        f"{costs.lanes} of them": (lambda part: size(part.all), ""),
+    }
+    return tabled(title, (*costs.parts, every), columns, sections=(-1,))
 
 
 def _joint(inspection: Inspection) -> Table:
     """What cycles of several lanes take at least."""
-    costs, experts = inspection.by_lanes, bool(inspection.by_drafts)
+    cycles = inspection.by_lanes.cycles
+    columns: Columns = {
+        "lanes": ("lanes", "d"),
+        "drafts": ("drafts", "d"),
+        "rows": ("rows", "d"),
+        **({"experts a layer": ("experts", ".1f")} if inspection.by_drafts else {}),
+        "MB": ("bytes", ",.0f", 1e6),
+        "memory ms": ("memory_ms", ".2f"),
+        "products ms": ("product_ms", ".2f"),
+        "floor ms": ("floor_ms", ".2f"),
+        "tokens/s": ("tokens_per_second", ".1f"),
+        "of each": (lambda each: each.tokens_per_second / each.lanes, ".1f"),
+    }
+    begun = [at for at, each in enumerate(cycles) if at and each.lanes != cycles[at - 1].lanes]
     title = f"Joint cycles at {inspection.context:,} tokens a lane, by arithmetic"
-    right = ("drafts", "rows", *(["experts a layer"] if experts else []), "MB", "memory ms", "products ms", "floor ms")
-    table = named_table(title, "lanes", right=(*right, "tokens/s", "of each"))
-    for at, each in enumerate(costs.cycles):
-        if at and each.lanes != costs.cycles[at - 1].lanes:
-            table.add_section()
-        counts = [str(each.drafts), str(each.rows), *([f"{each.experts:.1f}"] if each.experts is not None else [])]
-        products = "-" if each.product_ms is None else f"{each.product_ms:.2f}"
-        times = f"{each.bytes / 1e6:,.0f}", f"{each.memory_ms:.2f}", products, f"{each.floor_ms:.2f}"
-        rates = f"{each.tokens_per_second:.1f}", f"{each.tokens_per_second / each.lanes:.1f}"
-        table.add_row(str(each.lanes), *counts, *times, *rates)
-    return table
+    return tabled(title, cycles, columns, sections=begun)
 
 
 def _lanes_summary(inspection: Inspection) -> list[str]:
@@ -257,53 +242,50 @@ def _rates(arch: Arch, board: BoardProfile) -> Table:
 def _weights(inspection: Inspection) -> Table:
     table = named_table("Weights", "model", "module", "format", right=("parameters", "size"))
     for group in inspection.weights:
-        table.add_row(group.model, group.module, group.format, _count(group.parameters), size(group.bytes))
+        unit, name = (1e9, "G") if group.parameters >= 1e9 else (1e6, "M")
+        count = f"{group.parameters / unit:,.2f} {name}"
+        table.add_row(group.model, group.module, group.format, count, size(group.bytes))
     return table
-
-
-def _count(parameters: int) -> str:
-    """A number of parameters in words, such as 17.11 G."""
-    unit, name = (1e9, "G") if parameters >= 1e9 else (1e6, "M")
-    return f"{parameters / unit:,.2f} {name}"
 
 
 def _cycle(inspection: Inspection) -> Table:
     title = f"One cycle at {inspection.context:,} tokens, block {inspection.block_size}"
-    table = named_table(title, "what is moved", right=("size", "ms at least"))
-    for part in fields(inspection.cycle):
-        if moved := getattr(inspection.cycle, part.name):
-            table.add_row(part.metadata["label"], size(moved), f"{inspection.board.milliseconds(moved):.3f}")
-    table.add_section()
-    table.add_row("cycle", size(inspection.cycle_bytes), f"{inspection.floor_ms:.3f}")
-    return table
+    parts = [*labelled(inspection.cycle), ("cycle", inspection.cycle_bytes)]
+    columns: Columns = {
+        "what is moved": ("0", ""),
+        "size": (lambda part: size(part[1]), ""),
+        "ms at least": (lambda part: inspection.board.milliseconds(part[1]), ".3f"),
+    }
+    return tabled(title, parts, columns, sections=(-1,))
 
 
 def _by_drafts(inspection: Inspection) -> Table:
     title = "Cycles by drafts, if rows chose experts uniformly and independently: at most"
-    right = ("experts a layer", "verify MB", "cycle MB", "floor ms", "pays above accept length")
-    table, milliseconds = named_table(title, "drafts", right=right), inspection.board.milliseconds
-    plain = inspection.by_drafts[0].cycle_bytes
-    for each in inspection.by_drafts:
-        sizes = f"{each.verify_bytes / 1e6:,.0f}", f"{each.cycle_bytes / 1e6:,.0f}"
-        floor, least = f"{milliseconds(each.cycle_bytes):.2f}", f"{each.cycle_bytes / plain:.2f}"
-        table.add_row(str(each.drafts), f"{each.experts:.1f}", *sizes, floor, least)
-    return table
+    columns: Columns = {
+        "drafts": ("drafts", "d"),
+        "experts a layer": ("experts", ".1f"),
+        "verify MB": ("verify_bytes", ",.0f", 1e6),
+        "cycle MB": ("cycle_bytes", ",.0f", 1e6),
+        "floor ms": (lambda each: inspection.board.milliseconds(each.cycle_bytes), ".2f"),
+        "pays above accept length": (lambda each: each.cycle_bytes / inspection.by_drafts[0].cycle_bytes, ".2f"),
+    }
+    return tabled(title, inspection.by_drafts, columns)
 
 
 def _memory(inspection: Inspection) -> Table:
-    lanes = inspection.by_lanes.lanes
+    lanes, board = inspection.by_lanes.lanes, inspection.board
     each = f", {lanes} lanes" if lanes > 1 else ""
+    held = labelled(inspection.memory)
+    rows = [
+        *held,
+        ("total", inspection.total_bytes),
+        ("set aside: Linux, driver, CUDA, this program", SYSTEM_BYTES),
+        (f"memory of {board.title}", board.memory_bytes),
+        ("free" if inspection.free_bytes >= 0 else "missing", abs(inspection.free_bytes)),
+    ]
+    columns: Columns = {"what is held": ("0", ""), "size": (lambda row: size(row[1]), "")}
     title = f"Memory for {inspection.max_context:,} tokens of context{each}"
-    table = named_table(title, "what is held", right=("size",))
-    for part in fields(inspection.memory):
-        if held := getattr(inspection.memory, part.name):
-            table.add_row(part.metadata["label"], size(held))
-    table.add_section()
-    table.add_row("total", size(inspection.total_bytes))
-    table.add_row("set aside: Linux, driver, CUDA, this program", size(SYSTEM_BYTES))
-    table.add_row(f"memory of {inspection.board.title}", size(inspection.board.memory_bytes))
-    table.add_row("free" if inspection.free_bytes >= 0 else "missing", size(abs(inspection.free_bytes)))
-    return table
+    return tabled(title, rows, columns, sections=(len(held),))
 
 
 def _summary(inspection: Inspection, *, joint: bool) -> Text:

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -86,6 +86,28 @@ def named_table(title: str, *left: str, right: Sequence[str]) -> Table:
     for name in right:
         table.add_column(name, justify="right")
     return table
+
+
+Columns = dict[str, tuple[str | Callable[[Any], Any], str] | tuple[str | Callable[[Any], Any], str, float]]
+"""Columns by name: an attribute (or index) of a row or a function of it, a format, and the unit of a number."""
+
+
+def tabled(title: str, rows: Iterable[Any], columns: Columns, *, sections: Sequence[int] = ()) -> Table:
+    """A table of ``rows``, words in the first column; a value that is None is a dash. ``sections`` begin at a row."""
+    first, *others = columns
+    table, every = named_table(title, first, right=others), list(rows)
+    for at, row in enumerate(every):
+        if at in sections or at - len(every) in sections:
+            table.add_section()
+        table.add_row(*(_cell(row, *column) for column in columns.values()))
+    return table
+
+
+def _cell(row: Any, get: str | Callable[[Any], Any], form: str, unit: float = 1.0) -> str:
+    value = get(row) if callable(get) else row[int(get)] if get.isdigit() else getattr(row, get)
+    if value is None or isinstance(value, str):
+        return "-" if value is None else value
+    return f"{value / unit:z{form}}" if isinstance(value, float) or unit != 1 else f"{value:{form}}"
 
 
 @contextmanager

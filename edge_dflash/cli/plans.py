@@ -11,6 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from edge_dflash.board.power import EnergyMeter
+from edge_dflash.checks.lossless import first_difference
+from edge_dflash.cli.output import Columns, tabled
 from edge_dflash.decode.options import PlanOptions
 from edge_dflash.decode.sampling import TokenLogprob
 from edge_dflash.errors import VerificationError
@@ -22,13 +24,24 @@ _SHOWN = 60  # characters of a candidate
 
 
 def timed(
-    planner: Planner, task: Task, options: PlanOptions, tell: Callable[[Increment], None] | None = None
+    planner: Planner,
+    task: Task,
+    options: PlanOptions,
+    tell: Callable[[Increment], None] | None = None,
+    *,
+    candidates: int = 1,
 ) -> tuple[Plan, float | None]:
-    """A plan and its joules, None where the board does not say its power; ``tell`` gets every increment."""
+    """A plan and its joules, None where the board does not say its power; ``tell`` gets every increment.
+
+    Of several ``candidates`` the best, and the joules of all.
+    """
     power = EnergyMeter()
     power.begin()
     began = time.perf_counter()
     try:
+        if candidates > 1:
+            plan = planner.plan(task, n=candidates, **options)
+            return plan, power.joules(began, time.perf_counter())
         stream = planner.stream(task, **options)
         for part in stream:
             if tell is not None:
@@ -37,18 +50,6 @@ def timed(
         power.end()
     timings = stream.plan.timings
     return stream.plan, power.joules(began + timings.queue_seconds, began + timings.total_seconds)
-
-
-def timed_best(planner: Planner, task: Task, options: PlanOptions, count: int) -> tuple[Plan, float | None]:
-    """The best of ``count`` candidates, and the joules of all."""
-    power = EnergyMeter()
-    power.begin()
-    began = time.perf_counter()
-    try:
-        plan = planner.plan(task, n=count, **options)
-    finally:
-        power.end()
-    return plan, power.joules(began, time.perf_counter())
 
 
 def candidate_table(plan: Plan) -> Table:
@@ -70,22 +71,19 @@ def comparison(plain: Plan, plain_joules: float | None, speculative: Plan, joule
     """Both ways of decoding in one table."""
     shorter = min(len(plain.tokens), len(speculative.tokens))
     words = {True: "the same tokens", False: "DIFFERENT TOKENS", None: f"the first {shorter} tokens are the same"}
-    same = words[identical(plain, speculative)]
-    table = Table(
-        title=f"{len(speculative.tokens)} tokens ({speculative.finish_reason}) after {speculative.prompt_tokens} of "
-        f"prompt: {same}",
-        title_justify="left",
-    )
-    table.add_column("decoding")
-    known = plain_joules is not None and joules is not None
-    for name in ("seconds", "first token", "tokens/s", "passes", "accept length", *(("joules",) if known else ())):
-        table.add_column(name, justify="right")
-    for name, plan, energy in (("plain", plain, plain_joules), ("speculative", speculative, joules)):
-        t = plan.timings
-        row = [f"{t.total_seconds:.2f}", f"{t.first_token_seconds:.2f}", f"{plan.tokens_per_second:.1f}"]
-        row += [str(len(plan.accept_lengths)), f"{plan.accept_length:.2f}"]
-        table.add_row(name, *row, *((f"{energy:.1f}",) if known else ()))
-    return table
+    end = f"{len(speculative.tokens)} tokens ({speculative.finish_reason}) after {speculative.prompt_tokens} of prompt"
+    columns: Columns = {
+        "decoding": ("0", ""),
+        "seconds": (lambda way: way[1].timings.total_seconds, ".2f"),
+        "first token": (lambda way: way[1].timings.first_token_seconds, ".2f"),
+        "tokens/s": (lambda way: way[1].tokens_per_second, ".1f"),
+        "passes": (lambda way: len(way[1].accept_lengths), "d"),
+        "accept length": (lambda way: way[1].accept_length, ".2f"),
+    }
+    if plain_joules is not None and joules is not None:
+        columns["joules"] = ("2", ".1f")
+    ways = (("plain", plain, plain_joules), ("speculative", speculative, joules))
+    return tabled(f"{end}: {words[identical(plain, speculative)]}", ways, columns)
 
 
 def same_tokens(plain: Plan, speculative: Plan) -> bool:
@@ -104,9 +102,7 @@ def identical(plain: Plan, speculative: Plan) -> bool | None:
 def require_same(plain: Plan, speculative: Plan) -> None:
     """Raise VerificationError unless both made the same tokens."""
     if not same_tokens(plain, speculative):
-        pairs = enumerate(zip(plain.tokens, speculative.tokens, strict=False))
-        shorter = min(len(plain.tokens), len(speculative.tokens))
-        first = next((at for at, (a, b) in pairs if a != b), shorter)
+        first, *_ = first_difference(plain.tokens, speculative.tokens) or (0,)
         raise VerificationError(
             f"speculative and plain output differ from token {first} on; see edge-dflash verify, and report it"
         )

@@ -6,30 +6,26 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from edge_dflash.cli.output import stages
+from edge_dflash.cli.usage import opt
 from edge_dflash.common.allocator import return_large_blocks
 from edge_dflash.errors import ServiceError
 
+Given = Annotated[
+    Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made, in place of the config's.")
+]
+Config = Annotated[Path | None, opt("FILE", "TOML file of settings, each with a default; docs/service.md.")]
+Socket = Annotated[Path | None, opt("PATH", "Unix socket, in place of the config's.")]
+Tcp = Annotated[str | None, opt("HOST:PORT", "Listen there as well; loopback without a key.")]
+StateDir = Annotated[Path | None, opt("DIR", "Where sessions are saved, in place of the config's.")]
+
 
 def serve(
-    bundle: Annotated[
-        Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made, in place of the config's.")
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="TOML file of settings, each with a default; docs/service.md."),
-    ] = None,
-    socket: Annotated[Path | None, typer.Option(metavar="PATH", help="Unix socket, in place of the config's.")] = None,
-    tcp: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Listen there as well; loopback without a key.")
-    ] = None,
-    state_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where sessions are saved, in place of the config's.")
-    ] = None,
+    bundle: Given = None, config: Config = None, socket: Socket = None, tcp: Tcp = None, state_dir: StateDir = None
 ) -> None:
     """Serve a bundle over the OpenAI API, until SIGTERM or SIGINT.
 
@@ -50,23 +46,11 @@ def serve(
     from edge_dflash.board.state import read_board_state
 
     chosen = load_config(config) if config is not None else ServeConfig()
-    given = chosen.service
-    given = replace(
-        given,
-        bundle=given.bundle if bundle is None else str(bundle),
-        socket=given.socket if socket is None else str(socket),
-        tcp=given.tcp if tcp is None else tcp,
-        state_dir=given.state_dir if state_dir is None else str(state_dir),
-    )
-    chosen = replace(chosen, service=given)
+    flags = {"bundle": bundle, "socket": socket, "tcp": tcp, "state_dir": state_dir}
+    given: dict[str, Any] = {name: str(value) for name, value in flags.items() if value is not None}
+    chosen = replace(chosen, service=replace(chosen.service, **given))
     log_to(2)
     showing = stages if sys.stderr.isatty() else logged
     return_large_blocks()
-    run(
-        chosen,
-        SystemdNotifier(os.environ.get("NOTIFY_SOCKET")),
-        read_board_state,
-        listen_sockets(),
-        EnergyMeter(),
-        showing,
-    )
+    notifier = SystemdNotifier(os.environ.get("NOTIFY_SOCKET"))
+    run(chosen, notifier, read_board_state, listen_sockets(), EnergyMeter(), showing)

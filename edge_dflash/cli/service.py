@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from edge_dflash.cli.output import Json, emit_json, say
-from edge_dflash.cli.usage import Command
+from edge_dflash.cli.usage import Command, opt, switch
 from edge_dflash.install.service import KEEP, InstallOptions, Outcome, install, left_to_build, remove, rollback
 
 service = typer.Typer(
@@ -18,8 +18,16 @@ service = typer.Typer(
     rich_markup_mode=None,
 )
 
-Root = Annotated[Path, typer.Option(metavar="DIR", help="Directory to work below; another than / gets files only.")]
-Start = Annotated[bool, typer.Option("--start/--no-start", help="Start the service, and take a bad release back.")]
+Given = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Directory that a build made; it is copied.")]
+Root = Annotated[Path, opt("DIR", "Directory to work below; another than / gets files only.")]
+Program = Annotated[Path | None, opt("FILE", "The edge-dflash that serves; default: the one that runs now.")]
+Keep = Annotated[int, opt("N", "Releases to keep, the new one included.", min=1)]
+Tcp = Annotated[bool | None, switch("--tcp/--no-tcp", "Let the unit use TCP; where it listens is in config.toml.")]
+Activation = Annotated[
+    bool | None, switch("--socket-activation/--no-socket-activation", "Let systemd hold the socket from boot on.")
+]
+Start = Annotated[bool, switch("--start/--no-start", "Start the service, and take a bad release back.")]
+Purge = Annotated[bool, switch("--purge", "Configuration, drop-ins and saved sessions as well.")]
 
 
 @service.callback(invoke_without_command=True)
@@ -30,19 +38,12 @@ def _root(context: typer.Context) -> None:
 
 @service.command("install", cls=Command, short_help="Serve a bundle; again for an upgrade.")
 def install_command(
-    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Directory that a build made; it is copied.")],
+    bundle: Given,
     root: Root = Path("/"),
-    program: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The edge-dflash that serves; default: the one that runs now.")
-    ] = None,
-    keep: Annotated[int, typer.Option(min=1, metavar="N", help="Releases to keep, the new one included.")] = KEEP,
-    tcp: Annotated[
-        bool | None, typer.Option("--tcp/--no-tcp", help="Let the unit use TCP; where it listens is in config.toml.")
-    ] = None,
-    activation: Annotated[
-        bool | None,
-        typer.Option("--socket-activation/--no-socket-activation", help="Let systemd hold the socket from boot on."),
-    ] = None,
+    program: Program = None,
+    keep: Keep = KEEP,
+    tcp: Tcp = None,
+    activation: Activation = None,
     start: Start = True,
     json: Json = False,
 ) -> None:
@@ -71,11 +72,7 @@ def rollback_command(root: Root = Path("/"), start: Start = True, json: Json = F
 
 
 @service.command("remove", cls=Command, short_help="Remove the service.")
-def remove_command(
-    root: Root = Path("/"),
-    purge: Annotated[bool, typer.Option("--purge", help="Configuration, drop-ins and saved sessions as well.")] = False,
-    json: Json = False,
-) -> None:
+def remove_command(root: Root = Path("/"), purge: Purge = False, json: Json = False) -> None:
     """Stop the service and remove its units and bundles; configuration and saved sessions stay without --purge.
 
     JSON keys: as of install.

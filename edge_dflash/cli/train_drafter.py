@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edge_dflash.cli.build import find_recipe, given_drafter
-from edge_dflash.cli.output import Json, emit_json, named_table, say, show, stages
-from edge_dflash.cli.usage import MissingOptionError
+from edge_dflash.cli.output import Columns, Json, emit_json, say, show, stages, tabled
+from edge_dflash.cli.usage import MissingOptionError, opt, switch
 from edge_dflash.common.tables import encode
 from edge_dflash.errors import RequestError
 
@@ -18,60 +18,34 @@ if TYPE_CHECKING:
     from edge_dflash.training.run import TrainingResult
 
 MOST_SEED = 2**31 - 1
-Data = Annotated[
-    list[Path] | None,
-    typer.Option(metavar="FILE", help="Prompts, one JSON object a line; again for a mixture."),
-]
+Target = Annotated[Path | None, opt("DIR", "The target: a Hugging Face checkpoint, or a bundle.")]
+Data = Annotated[list[Path] | None, opt("FILE", "Prompts, one JSON object a line; again for a mixture.")]
+Output = Annotated[Path | None, opt("DIR", "Directory of the trained drafter.")]
 Init = Annotated[
     Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Drafter to begin with; a directory with a config.json alone: its sizes; none: published sizes.",
-    ),
+    opt("DIR", "Drafter to begin with; a directory with a config.json alone: its sizes; none: published sizes."),
 ]
-Steps = Annotated[int, typer.Option(metavar="N", min=0, help="Steps of the optimizer.")]
-Minutes = Annotated[
-    float, typer.Option(metavar="M", min=0.0, help="Minutes of the training stage alone, instead of --steps.")
-]
-Recipe = Annotated[
-    Path | None, typer.Option(metavar="NAME|FILE", help="Recipe of the bundles that are trained with and evaluated.")
-]
-Arch = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="What they run on, as build --arch; default: this machine's GPU, or cpu."),
-]
-MaxContext = Annotated[int | None, typer.Option(metavar="N", help="Most tokens of a prompt and its answer.")]
-Mask = Annotated[
-    int | None,
-    typer.Option("--mask-token", metavar="ID", help="Id that stands for a draft, of a drafter from scratch."),
-]
-Sampled = Annotated[
-    int, typer.Option(metavar="N", min=0, help="Answers drawn for each prompt, besides the greedy one.")
-]
-NewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Most tokens of an answer.")]
-Prompts = Annotated[int | None, typer.Option(metavar="N", min=2, help="Prompts of each file, at most.")]
-Heldout = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Prompts of each file held out; default: a tenth, 200 at most.")
-]
-Evaluated = Annotated[int, typer.Option(metavar="N", min=1, help="Held-out prompts that are decoded before and after.")]
-Sequences = Annotated[int, typer.Option(metavar="N", min=1, help="Answers of a pass.")]
-Anchors = Annotated[int, typer.Option(metavar="N", min=1, help="Blocks of each answer of a pass.")]
-Accumulate = Annotated[int, typer.Option(metavar="N", min=1, help="Passes of a step.")]
-Rate = Annotated[float | None, typer.Option(metavar="X", help="Peak learning rate; default: 3e-4, from scratch 1e-3.")]
+Steps = Annotated[int, opt("N", "Steps of the optimizer.", min=0)]
+Minutes = Annotated[float, opt("M", "Minutes of the training stage alone, instead of --steps.", min=0.0)]
+Recipe = Annotated[Path | None, opt("NAME|FILE", "Recipe of the bundles that are trained with and evaluated.")]
+Arch = Annotated[str | None, opt("NAME", "What they run on, as build --arch; default: this machine's GPU, or cpu.")]
+MaxContext = Annotated[int | None, opt("N", "Most tokens of a prompt and its answer.")]
+Mask = Annotated[int | None, opt("ID", "Id that stands for a draft, of a drafter from scratch.", "--mask-token")]
+Sampled = Annotated[int, opt("N", "Answers drawn for each prompt, besides the greedy one.", min=0)]
+NewTokens = Annotated[int, opt("N", "Most tokens of an answer.", min=1)]
+Prompts = Annotated[int | None, opt("N", "Prompts of each file, at most.", min=2)]
+Heldout = Annotated[int | None, opt("N", "Prompts of each file held out; default: a tenth, 200 at most.", min=1)]
+Evaluated = Annotated[int, opt("N", "Held-out prompts that are decoded before and after.", min=1)]
+Sequences = Annotated[int, opt("N", "Answers of a pass.", min=1)]
+Anchors = Annotated[int, opt("N", "Blocks of each answer of a pass.", min=1)]
+Accumulate = Annotated[int, opt("N", "Passes of a step.", min=1)]
+Rate = Annotated[float | None, opt("X", "Peak learning rate; default: 3e-4, from scratch 1e-3.")]
 Patience = Annotated[
-    int,
-    typer.Option(
-        metavar="N", min=0, help="Checks without a better accept length that end it, from its half on; 0: none do."
-    ),
+    int, opt("N", "Checks without a better accept length that end it, from its half on; 0: none do.", min=0)
 ]
-Disk = Annotated[float, typer.Option(metavar="GB", min=0.0, help="Most that the target's taps may take of the disk.")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the memory, disk and hours that it takes at most, and end.")
-]
-
-Target = Annotated[Path | None, typer.Option(metavar="DIR", help="The target: a Hugging Face checkpoint, or a bundle.")]
-Output = Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the trained drafter.")]
-Seed = Annotated[int, typer.Option(metavar="N", min=0, max=MOST_SEED, help="Of the start, the order and the anchors.")]
+Disk = Annotated[float, opt("GB", "Most that the target's taps may take of the disk.", min=0.0)]
+Seed = Annotated[int, opt("N", "Of the start, the order and the anchors.", min=0, max=MOST_SEED)]
+DryRun = Annotated[bool, switch("--dry-run", "Print the memory, disk and hours that it takes at most, and end.")]
 
 
 def train_drafter(
@@ -165,32 +139,17 @@ def _report(result: TrainingResult, json: bool) -> None:
     """Print what was trained."""
     card = result.card
     if json:
-        emit_json(
-            {
-                "drafter": str(result.drafter),
-                "better": card.better,
-                "accept_length": encode(card.accept_length),
-                "measures": {name: dict(one) for name, one in card.measures.items()},
-                "acceptance": {name: list(one) for name, one in card.acceptance.items()},
-                "steps": card.steps,
-                "best_step": card.best_step,
-                "heldout": card.heldout,
-                "seconds": round(result.seconds, 1),
-            }
-        )
+        told = ("better", "accept_length", "measures", "acceptance", "steps", "best_step", "heldout")
+        found = encode({name: getattr(card, name) for name in told})
+        emit_json({"drafter": str(result.drafter), **found, "seconds": round(result.seconds, 1)})
         return
-    table = named_table(
-        "Held-out prompts", "way", right=["accept length", "tokens/s", "plain tokens/s", "equal to plain"]
-    )
-    for name, one in card.measures.items():
-        plain = one.get("plain_tokens_per_second")
-        table.add_row(
-            name,
-            f"{one['accept_length']:.2f}",
-            f"{one['tokens_per_second']:,.1f}",
-            "" if plain is None else f"{plain:,.1f}",
-            f"{one['equal']:.0f} of {one['compared']:.0f}",
-        )
-    show(table)
+    columns: Columns = {
+        "way": ("0", ""),
+        "accept length": (lambda way: way[1]["accept_length"], ".2f"),
+        "tokens/s": (lambda way: way[1]["tokens_per_second"], ",.1f"),
+        "plain tokens/s": (lambda way: way[1].get("plain_tokens_per_second"), ",.1f"),
+        "equal to plain": (lambda way: f"{way[1]['equal']:.0f} of {way[1]['compared']:.0f}", ""),
+    }
+    show(tabled("Held-out prompts", card.measures.items(), columns))
     begun = "" if card.accept_length.before is None else f" (before: {card.accept_length.before:.2f})"
     print(f"{result.drafter}: accept length {card.accept_length.after:.2f}{begun}, {card.way}; {card.steps} steps")

@@ -8,6 +8,16 @@ import typer
 from typer.core import TyperCommand
 
 
+def opt(metavar: str, text: str, *names: str, **bounds: Any) -> Any:
+    """An option of a command whose value the help calls ``metavar``."""
+    return typer.Option(*names, metavar=metavar, help=text, **bounds)
+
+
+def switch(name: str, text: str) -> Any:
+    """An option without a value."""
+    return typer.Option(name, help=text)
+
+
 class Command(TyperCommand):
     """A command whose usage and arguments are plain words."""
 

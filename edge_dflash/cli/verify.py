@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from edge_dflash.backends.selftest import replay
 from edge_dflash.backends.selftest_result import SelfTestResult
-from edge_dflash.bench.provenance import check_report, write_report
+from edge_dflash.bench.provenance import write_report
 from edge_dflash.bench.subjects import bench_bundle
 from edge_dflash.bench.workload import Workload
 from edge_dflash.bundle.reader import Bundle
@@ -21,11 +22,14 @@ from edge_dflash.checks.acceptance import AcceptanceCheck, check_acceptance
 from edge_dflash.checks.doctor import examine, gather
 from edge_dflash.checks.doctor import report as doctor_report
 from edge_dflash.checks.golden import GoldenComparison, verify_golden
-from edge_dflash.checks.lossless import SAMPLED, SpeculativeRun, Verification, verify_lossless
+from edge_dflash.checks.lossless import SAMPLED, Verification, verify_lossless
 from edge_dflash.checks.mixes import MixCheck, Watching, verify_mixes
 from edge_dflash.cli.build import given_drafter
-from edge_dflash.cli.output import Json, emit_json, named_table, say, show, stages
+from edge_dflash.cli.output import Columns, Json, emit_json, named_table, say, show, stages, tabled
 from edge_dflash.cli.prompts import bench_prompts, default_prompts, read_prompts
+from edge_dflash.cli.usage import opt
+from edge_dflash.common.files import check_writable
+from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.planner import Planner
 
@@ -33,22 +37,16 @@ REPORT_CONTEXT, REPORT_TOKENS = 128, 64  # of the benchmark in a report
 
 Given = Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")]
 Prompts = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="JSONL of prompts; default: the demo pair's tasks for it, else some of calib/."),
+    Path | None, opt("FILE", "JSONL of prompts; default: the demo pair's tasks for it, else some of calib/.")
 ]
-Count = Annotated[int, typer.Option(metavar="N", min=1, help="Most prompts to take.")]
-NewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to generate for each prompt.")]
-Checkpoint = Annotated[Path | None, typer.Option(metavar="DIR", help="Target checkpoint to compare with --golden.")]
-Drafter = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Drafter checkpoint to compare with --golden, or none.")
-]
-Golden = Annotated[Path | None, typer.Option(metavar="FILE", help="Golden file (safetensors) for the two checkpoints.")]
-Lanes = Annotated[
-    int | None, typer.Option(metavar="N", min=1, max=8, help="Requests at once; default: BUNDLE's lanes.")
-]
+Count = Annotated[int, opt("N", "Most prompts to take.", min=1)]
+NewTokens = Annotated[int, opt("N", "Tokens to generate for each prompt.", min=1)]
+Checkpoint = Annotated[Path | None, opt("DIR", "Target checkpoint to compare with --golden.")]
+Drafter = Annotated[Path | None, opt("DIR", "Drafter checkpoint to compare with --golden, or none.")]
+Golden = Annotated[Path | None, opt("FILE", "Golden file (safetensors) for the two checkpoints.")]
+Lanes = Annotated[int | None, opt("N", "Requests at once; default: BUNDLE's lanes.", min=1, max=MOST_LANES)]
 Report = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write all that was found, a benchmark and the doctor's checks to this file."),
+    Path | None, opt("FILE", "Write all that was found, a benchmark and the doctor's checks to this file.")
 ]
 
 
@@ -100,15 +98,84 @@ def verify(
         raise RequestError("--report belongs to BUNDLE; leave it out with --golden")
     if bundle is not None:
         if report is not None:
-            check_report(report)
-        _judge_bundle(bundle, report, prompts, count, max_new_tokens, lanes, json)
+            check_writable(report, "--report")
+        _verify_bundle(bundle, report, prompts, count, max_new_tokens, lanes, json)
     elif checkpoint is None or drafter is None or golden is None:
         raise RequestError("--golden needs --checkpoint and --drafter, the directories of the two checkpoints")
     else:
-        _judge_golden(verify_golden(checkpoint, given_drafter(drafter), golden), json)
+        _verify_golden(verify_golden(checkpoint, given_drafter(drafter), golden), json)
 
 
-def _judge_bundle(
+@dataclass(frozen=True)
+class _Outcome:
+    """What was found of a bundle."""
+
+    result: Verification
+    recorded: SelfTest | None
+    self_test: SelfTestResult | None
+    drafting: AcceptanceCheck
+    mixes: MixCheck | None
+
+    @property
+    def faults(self) -> list[str]:
+        """What is not as it was at build."""
+        faults = [] if self.drafting.ok else [f"the drafter accepts too little: {self.drafting.summary}"]
+        if self.self_test is not None and not self.self_test.ok:
+            faults.append(f"the self-test failed: {self.self_test.diagnosis} ({self.self_test.summary})")
+        return faults
+
+    @property
+    def lossless(self) -> bool | None:
+        """Whether nothing differs; None: requests were to share passes, and none did."""
+        if self.result.differences or (self.mixes is not None and self.mixes.differences):
+            return False
+        return True if self.mixes is None or self.mixes.joint_cycles else None
+
+    @property
+    def summary(self) -> str:
+        """The outcome in one sentence."""
+        result, mixes = self.result, self.mixes
+        if not result.ok:
+            return f"lossless: no, speculative output differs from plain output in {len(result.differences)} places"
+        if mixes is not None and not mixes.joint_cycles:
+            return "lossless: not known, no two requests shared a pass; give more --prompts"
+        if mixes is not None and mixes.differences:
+            return f"lossless: no, requests together differ from requests alone in {len(mixes.differences)} places"
+        return f"lossless: yes, but {'; '.join(self.faults)}" if self.faults else "lossless: yes"
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of a bundle."""
+        parts = (self.result, self.self_test, self.drafting, self.mixes)
+        return {
+            "lossless": self.lossless,
+            "summary": self.summary,
+            **self.result.to_json(),
+            "ok": all(part is None or part.ok for part in parts),
+            "acceptance_at_build": None if self.recorded is None else list(self.recorded.acceptance),
+            "self_test": None if self.self_test is None else self.self_test.to_json(),
+            "drafter": self.drafting.to_json(),
+            "mixes": None if self.mixes is None else self.mixes.to_json(),
+        }
+
+    def show(self) -> None:
+        """Print the outcome for people."""
+        at_build = () if self.recorded is None else self.recorded.acceptance
+        show(_lossless_table(self.result), _acceptance_table(self.result.acceptance, at_build))
+        if self.mixes is not None:
+            print(f"lanes: {self.mixes.summary}")
+        print(f"self-test: {'the build recorded none' if self.self_test is None else self.self_test.summary}")
+        print(f"drafter: {self.drafting.summary}\n{self.summary}", flush=True)
+
+    def check(self) -> None:
+        """Raise VerificationError unless all is good."""
+        self.result.check()
+        if self.mixes is not None:
+            self.mixes.check()
+        if self.faults:
+            raise VerificationError(f"{'; '.join(self.faults)}; build or copy the bundle again")
+
+
+def _verify_bundle(
     bundle: Path,
     report: Path | None,
     prompts: Path | None,
@@ -118,70 +185,28 @@ def _judge_bundle(
     json: bool,
 ) -> None:
     """Verify a bundle, say and write what was found, then raise VerificationError unless it is good."""
-    recorded = load_selftest(Bundle.open(bundle, check_hashes=False))
-    result, self_test, drafting, mixes = _verify_bundle(bundle, recorded, prompts, count, max_new_tokens, lanes)
-    faults = _faults(self_test, drafting)
-    found = _found(result, self_test, drafting, recorded, mixes)
-    found = {"lossless": _lossless(result, mixes), "summary": _summary(result, mixes, faults), **found}
-    if json:
-        emit_json(found)
-    else:
-        _show(result, self_test, drafting, mixes, found)
-    if report is not None:
-        _report(report, bundle, found)
-    result.check()
-    if mixes is not None:
-        mixes.check()
-    if faults:
-        raise VerificationError(f"{'; '.join(faults)}; build or copy the bundle again")
-
-
-def _verify_bundle(
-    bundle: Path, recorded: SelfTest | None, prompts: Path | None, count: int, max_new_tokens: int, lanes: int | None
-) -> tuple[Verification, SelfTestResult | None, AcceptanceCheck, MixCheck | None]:
+    opened = Bundle.open(bundle, check_hashes=False)
+    recorded = load_selftest(opened)
     watching, given = Watching(), read_prompts(prompts) if prompts is not None else None
-    with stages("opening the bundle") as report:
-        planner = Planner.open(bundle, self_test="off", fallback=False, lanes=lanes, progress=report, observer=watching)
+    with stages("opening the bundle") as told:
+        planner = Planner.open(bundle, self_test="off", fallback=False, lanes=lanes, progress=told, observer=watching)
     with planner:
         tasks = given if given is not None else default_prompts(planner, max_new_tokens, bundle)
         ids = [planner.encode(task) for task in tasks[:count]]
+        backend, stop = planner.backend, planner.stop_token_ids
         with stages("self-test"):
-            self_test = replay(Bundle.open(bundle, check_hashes=False), planner.backend)
-            drafting = check_acceptance(planner.backend, recorded)
-        verification = verify_lossless(
-            planner.backend,
-            ids,
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=planner.stop_token_ids,
-            progress=say,
-        )
+            self_test, drafting = replay(opened, backend), check_acceptance(backend, recorded)
+        result = verify_lossless(backend, ids, max_new_tokens=max_new_tokens, stop_token_ids=stop, progress=say)
         mixes = verify_mixes(planner, watching, ids, max_new_tokens, say) if planner.shape.lanes > 1 else None
-        return verification, self_test, drafting, mixes
-
-
-def _found(
-    result: Verification,
-    self_test: SelfTestResult | None,
-    drafting: AcceptanceCheck,
-    recorded: SelfTest | None,
-    mixes: MixCheck | None,
-) -> dict[str, Any]:
-    """The JSON object of a bundle."""
-    return {
-        **result.to_json(),
-        "ok": result.ok and (self_test is None or self_test.ok) and drafting.ok and (mixes is None or mixes.ok),
-        "acceptance_at_build": None if recorded is None else list(recorded.acceptance),
-        "self_test": self_test.to_json() if self_test is not None else None,
-        "drafter": drafting.to_json(),
-        "mixes": None if mixes is None else mixes.to_json(),
-    }
-
-
-def _report(file: Path, bundle: Path, found: Mapping[str, Any]) -> None:
-    """Write what was found, and what a benchmark and the doctor find."""
-    bench = _bench(bundle) if found["ok"] else None
-    facts = gather(bundle)
-    write_report(file, bundle, found, bench, doctor_report(examine(facts), facts))
+    outcome = _Outcome(result, recorded, self_test, drafting, mixes)
+    found = outcome.to_json()
+    if json:
+        emit_json(found)
+    else:
+        outcome.show()
+    if report is not None:
+        write_report(report, bundle, found, _bench(bundle) if found["ok"] else None, _doctor(bundle))
+    outcome.check()
 
 
 def _bench(bundle: Path) -> dict[str, Any]:
@@ -190,50 +215,12 @@ def _bench(bundle: Path) -> dict[str, Any]:
     return bench_bundle(bundle, lambda planner: bench_prompts(bundle, planner, REPORT_TOKENS), work, say=say).to_json()
 
 
-def _faults(self_test: SelfTestResult | None, drafting: AcceptanceCheck) -> list[str]:
-    """What is not as it was at build."""
-    faults = [] if drafting.ok else [f"the drafter accepts too little: {drafting.summary}"]
-    if self_test is not None and not self_test.ok:
-        faults.append(f"the self-test failed: {self_test.diagnosis} ({self_test.summary})")
-    return faults
+def _doctor(bundle: Path) -> dict[str, Any]:
+    facts = gather(bundle)
+    return doctor_report(examine(facts), facts)
 
 
-def _lossless(result: Verification, mixes: MixCheck | None) -> bool | None:
-    """Whether nothing differs; None: requests were to share passes, and none did."""
-    if result.differences or (mixes is not None and mixes.differences):
-        return False
-    return True if mixes is None or mixes.joint_cycles else None
-
-
-def _summary(result: Verification, mixes: MixCheck | None, faults: Sequence[str]) -> str:
-    """The outcome in one sentence."""
-    if not result.ok:
-        return f"lossless: no, speculative output differs from plain output in {len(result.differences)} places"
-    if mixes is not None and not mixes.joint_cycles:
-        return "lossless: not known, no two requests shared a pass; give more --prompts"
-    if mixes is not None and mixes.differences:
-        return f"lossless: no, requests together differ from requests alone in {len(mixes.differences)} places"
-    return f"lossless: yes, but {'; '.join(faults)}" if faults else "lossless: yes"
-
-
-def _show(
-    result: Verification,
-    self_test: SelfTestResult | None,
-    drafting: AcceptanceCheck,
-    mixes: MixCheck | None,
-    found: Mapping[str, Any],
-) -> None:
-    """Print the outcome for people."""
-    show(_lossless_table(result))
-    show(_acceptance_table(found["acceptance"], found["acceptance_at_build"] or ()))
-    if mixes is not None:
-        print(f"lanes: {mixes.summary}")
-    print(f"self-test: {self_test.summary if self_test is not None else 'the build recorded none'}")
-    print(f"drafter: {drafting.summary}")
-    print(found["summary"], flush=True)
-
-
-def _judge_golden(result: GoldenComparison, json: bool) -> None:
+def _verify_golden(result: GoldenComparison, json: bool) -> None:
     """Print the outcome, then raise VerificationError unless it is good."""
     if json:
         emit_json(result.to_json())
@@ -248,23 +235,21 @@ def _judge_golden(result: GoldenComparison, json: bool) -> None:
 
 
 def _lossless_table(result: Verification) -> Table:
+    def mean_length(drafter: str, drawn: bool) -> float | None:
+        runs = [run for run in result.runs if (run.drafter, bool(run.temperature)) == (drafter, drawn)]
+        lengths = [n for run in runs for n in run.accept_lengths]
+        return sum(lengths) / len(lengths) if lengths else None
+
+    columns: Columns = {
+        "drafter": (str, ""),
+        "runs": (lambda name: sum(run.drafter == name for run in result.runs), "d"),
+        "tokens": (lambda name: sum(run.tokens for run in result.runs if run.drafter == name), "d"),
+        "accept length, greedy": (lambda name: mean_length(name, False), ".2f"),
+        f"at temperature {SAMPLED.temperature:g}": (lambda name: mean_length(name, True), ".2f"),
+        "differences": (lambda name: sum(one.drafter == name for one in result.differences), "d"),
+    }
     prompts = f"{result.prompts} prompt{'s' if result.prompts != 1 else ''}"
-    table = Table(title=f"Speculative against plain decoding, {prompts}", title_justify="left")
-    table.add_column("drafter")
-    hot = f"at temperature {SAMPLED.temperature:g}"
-    for name in ("runs", "tokens", "accept length, greedy", hot, "differences"):
-        table.add_column(name, justify="right")
-    for drafter in result.histogram:
-        runs = [run for run in result.runs if run.drafter == drafter]
-        means = (_mean_length([run for run in runs if bool(run.temperature) == drawn]) for drawn in (False, True))
-        wrong = sum(1 for difference in result.differences if difference.drafter == drafter)
-        table.add_row(drafter, str(len(runs)), str(sum(run.tokens for run in runs)), *means, str(wrong))
-    return table
-
-
-def _mean_length(runs: Sequence[SpeculativeRun]) -> str:
-    lengths = [n for run in runs for n in run.accept_lengths]
-    return f"{sum(lengths) / len(lengths):.2f}" if lengths else "-"
+    return tabled(f"Speculative against plain decoding, {prompts}", result.histogram, columns)
 
 
 def _acceptance_table(here: Sequence[float], at_build: Sequence[float]) -> Table:
@@ -280,8 +265,9 @@ def _golden_table(result: GoldenComparison) -> Table:
     for row in result.results:
         accepted = "any" if row.tolerance is None else f"{row.tolerance:.3g}"
         table.add_row(row.key, f"{row.difference:.3g}", accepted, "" if row.ok else "differs")
-    for key in result.missing:
-        table.add_row(key, "not in the file", "", "")
-    for key in result.unknown:
-        table.add_row(key, "not compared", "", "")
+    for key, what in (
+        *((key, "not in the file") for key in result.missing),
+        *((k, "not compared") for k in result.unknown),
+    ):
+        table.add_row(key, what, "", "")
     return table
