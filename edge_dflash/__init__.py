@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     )
     from edge_dflash.planner import Planner
     from edge_dflash.result import Increment, Plan, PlanTimings
-    from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
+    from edge_dflash.runner.astream import AsyncPlanStream
+    from edge_dflash.runner.stream import PlanStream
     from edge_dflash.session import PlannerSession
     from edge_dflash.text.tool_calls import MalformedToolCall, ToolCall
 
@@ -85,7 +86,8 @@ _MODULES = {
     "session": ("PlannerSession",),
     "client.planner": ("RemotePlanner", "RemoteSession"),
     "decode.options": ("PlanOptions",),
-    "runner.stream": ("AsyncPlanStream", "PlanStream"),
+    "runner.astream": ("AsyncPlanStream",),
+    "runner.stream": ("PlanStream",),
     "decode.sampling": ("TokenLogprob",),
     "decode.accept": ("Relaxation",),
     "text.tool_calls": ("MalformedToolCall", "ToolCall"),

@@ -28,6 +28,7 @@ from edge_dflash.decode.store import PrefixStats
 from edge_dflash.errors import RequestError
 from edge_dflash.model.specs import VisionSpec
 from edge_dflash.pictures.decode import ImageLimits
+from edge_dflash.runner.astream import AsyncPlanStream, Unwanted
 from edge_dflash.runner.engine import Engine
 from edge_dflash.runner.images import ImageReader
 from edge_dflash.runner.job import OBSERVED, Job, Observer
@@ -35,7 +36,7 @@ from edge_dflash.runner.planning import Planning, never
 from edge_dflash.runner.recording import AnswerLog, Recording, RecordStats
 from edge_dflash.runner.request import Model, Preparer
 from edge_dflash.runner.settings import EngineOptions, EngineSettings, OpenOptions, OpenSettings
-from edge_dflash.runner.stream import AsyncPlanStream, PlanStream, Unwanted
+from edge_dflash.runner.stream import PlanStream
 from edge_dflash.session import PlannerSession
 from edge_dflash.text.tokenizer import Tokenizer
 

@@ -22,8 +22,9 @@ from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.options import Options, Task, as_messages, token_ids
 from edge_dflash.errors import EdgeDflashError, RequestError
 from edge_dflash.result import Plan
+from edge_dflash.runner.astream import Unwanted
 from edge_dflash.runner.planning import Conversing, Planning, never
-from edge_dflash.runner.stream import PlanStream, Unwanted
+from edge_dflash.runner.stream import PlanStream
 from edge_dflash.text.template import Message
 
 _ARGUMENTS = {

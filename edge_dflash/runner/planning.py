@@ -14,7 +14,8 @@ from edge_dflash.common import rules
 from edge_dflash.decode.options import Options, PlanOptions, Task
 from edge_dflash.errors import RequestError, one_line, short
 from edge_dflash.result import Plan
-from edge_dflash.runner.stream import AsyncPlanStream, PlanStream, Unwanted, apart
+from edge_dflash.runner.astream import AsyncPlanStream, Unwanted, apart
+from edge_dflash.runner.stream import PlanStream
 
 S = TypeVar("S")
 Rank: TypeAlias = Callable[[Plan], float]

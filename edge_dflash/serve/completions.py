@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from edge_dflash.board.state import BoardState
 from edge_dflash.errors import ContextError, EdgeDflashError
 from edge_dflash.result import Increment, Plan
-from edge_dflash.runner.stream import AsyncPlanStream, PlanStream, Unwanted, apart
+from edge_dflash.runner.astream import AsyncPlanStream, Unwanted, apart
+from edge_dflash.runner.stream import PlanStream
 from edge_dflash.serve import bodies
 from edge_dflash.serve.calls import Call, chat_call, check_results, completion_call
 from edge_dflash.serve.errors import Refusal, dump, json_response

@@ -20,8 +20,8 @@ from edge_dflash.board.state import BoardState
 from edge_dflash.common import progress
 from edge_dflash.pictures.decode import INSTALL, reads_files
 from edge_dflash.planner import Planner
+from edge_dflash.runner.astream import AsyncPlanStream
 from edge_dflash.runner.settings import OpenOptions
-from edge_dflash.runner.stream import AsyncPlanStream
 from edge_dflash.serve.config import MIB, ServeConfig
 from edge_dflash.serve.errors import Refusal, dump, refusal
 from edge_dflash.serve.limits import own

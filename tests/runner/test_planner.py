@@ -9,7 +9,6 @@ from fakes import SHAPE, FakeBackend
 from planner_support import Gate
 from text_support import thinking_tokenizer, write_tokenizer
 
-from edge_dflash.decode.options import RULES, Options, PlanOptions
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.result import Increment, PlanTimings, json_object
@@ -47,19 +46,12 @@ def test_speculative_and_plain_plans_agree():
         assert fast.accept_lengths[0] == right + 1
         assert set(slow.accept_lengths) == {1}
         assert slow.accept_length == 1.0
-
-
-def test_the_accept_length_of_a_plan_is_the_mean_of_its_cycles():
-    asked = iter((0, 3, 1, 2))
-    plan = Planner(FakeBackend(right=lambda position: next(asked)), None).plan(PROMPT, max_new_tokens=11)
-    assert plan.accept_lengths == (1, 4, 2, 3)
-    assert plan.accept_length == 2.5
-
-
-def test_plain_plans_never_ask_the_drafter():
-    backend = FakeBackend()
+    backend, asked = FakeBackend(right=lambda position: next(asked)), iter((0, 3, 1, 2))
+    plan = Planner(backend, None).plan(PROMPT, max_new_tokens=11)
+    assert (plan.accept_lengths, plan.accept_length) == ((1, 4, 2, 3), 2.5)
+    drafted = backend.passes.count("propose")
     Planner(backend, None).plan(PROMPT, max_new_tokens=5, speculative=False)
-    assert "propose" not in backend.passes
+    assert backend.passes.count("propose") == drafted
 
 
 def test_a_plan_says_what_happened():
@@ -74,27 +66,17 @@ def test_a_plan_says_what_happened():
     assert 0 <= timings.queue_seconds <= timings.first_token_seconds - timings.prefill_seconds
     assert timings.decode_seconds == pytest.approx(timings.total_seconds - timings.first_token_seconds)
     assert plan.tokens_per_second > 0
-
-
-def test_speed_leaves_out_the_first_token():
-    assert PlanTimings(0.0, 0.5, 0.5, 2.0, 2.5).rate(9) == 4.0
+    assert PlanTimings(0.0, 0.5, 0.5, 2.0, 2.5).rate(9) == 4.0  # without the first token
     assert PlanTimings(0.0, 0.5, 0.5, 0.0, 0.5).rate(1) == 0.0
-
-
-def test_results_are_frozen():
-    plan = Planner(FakeBackend(), None).plan(PROMPT, max_new_tokens=2)
     for value in (plan, plan.timings, Increment("a", (1,))):
         with pytest.raises(dataclasses.FrozenInstanceError):
             value.tokens = ()
 
 
-def test_the_context_ends_a_plan_without_a_budget():
+def test_the_context_or_a_stop_token_inside_an_accepted_span_ends_a_plan():
     plan = Planner(FakeBackend(), None).plan(PROMPT)
     assert plan.finish_reason == "context"
     assert len(PROMPT) + len(plan.tokens) == SHAPE.usable_context
-
-
-def test_a_stop_token_ends_a_plan_inside_an_accepted_span():
     for at in range(1, 7):
         planner = Planner(FakeBackend(script=[9] * at + [5], script_at=3), None, [5])
         assert planner.plan(PROMPT).tokens == (9,) * at + (5,)
@@ -129,20 +111,16 @@ def test_a_character_cut_by_the_budget_is_not_lost(tokenizer):
     assert plan.text == "a\ufffd"
 
 
-def test_the_plan_of_a_stream_waits_for_its_end():
-    stream = Planner(FakeBackend(), None).stream(PROMPT, max_new_tokens=9)
-    part = next(stream)
-    assert stream.plan.tokens[: len(part.tokens)] == part.tokens
-    assert len(stream.plan.tokens) == 9
-
-
-def test_requests_do_not_disturb_each_other():
+def test_requests_do_not_disturb_each_other_and_a_plan_waits_for_its_end():
     planner = Planner(FakeBackend(), None)
     wanted = planner.plan(PROMPT, max_new_tokens=9).tokens
-    left = planner.stream(PROMPT, max_new_tokens=9)
+    with pytest.raises(RequestError):
+        planner.plan([64])
+    left, other = planner.stream(PROMPT, max_new_tokens=9), planner.stream(PROMPT, max_new_tokens=9)
     assert planner.plan((2, 7), max_new_tokens=9).tokens != wanted
     assert tuple(token for part in left for token in part.tokens) == wanted
     assert left.plan.tokens == wanted
+    assert next(other).tokens == other.plan.tokens[:1] == wanted[:1]
 
 
 def test_leaving_a_with_block_ends_the_stream():
@@ -155,14 +133,14 @@ def test_leaving_a_with_block_ends_the_stream():
 # what a task may be --------------------------------------------------------------------------------------------------
 
 
-def test_text_becomes_one_user_message(tokenizer):
+def test_a_task_is_text_messages_with_parts_or_ids(tokenizer, bare):
     planner = Planner(FakeBackend(TEXT_SHAPE), tokenizer)
-    assert planner.encode("go") == planner.encode([{"role": "user", "content": "go"}])
     assert planner.encode("go") == tokenizer.encode("<|start|>user\ngo<|end|><|start|>assistant\n")
-
-
-def test_content_may_be_parts_of_text(tokenizer):
-    planner = Planner(FakeBackend(TEXT_SHAPE), tokenizer)
+    for task in ("go", [{"role": "user", "content": "go"}]):
+        assert planner.encode(task) == planner.encode("go")
+        assert planner.encode(task, thinking=True) == planner.encode(task) + tokenizer.encode("<think>")
+    assert Planner(FakeBackend(TEXT_SHAPE), bare).encode("go") == bare.encode("go")
+    assert planner.encode([7, 8]) == planner.encode(np.array([7, 8])) == (7, 8)
     parts = [{"type": "text", "text": "go "}, {"type": "text", "text": "home"}]
     whole = [{"role": "system", "content": "Plan."}, {"role": "user", "content": "go home"}]
     split = [{"role": "system", "content": "Plan."}, {"role": "user", "content": parts}]
@@ -195,24 +173,10 @@ def test_other_parts_are_refused_by_name(tokenizer, content, message):
     assert "text" in str(refused.value).partition(";")[2]
 
 
-def test_thinking_is_asked_of_the_template_and_off_by_default(tokenizer):
-    planner = Planner(FakeBackend(TEXT_SHAPE), tokenizer)
-    for task in ("go", [{"role": "user", "content": "go"}]):
-        assert planner.encode(task, thinking=True) == planner.encode(task) + tokenizer.encode("<think>")
-
-
-def test_text_is_taken_as_it_is_without_a_template(bare):
-    assert Planner(FakeBackend(TEXT_SHAPE), bare).encode("go") == bare.encode("go")
-
-
-def test_ids_are_taken_as_they_are(tokenizer):
-    planner = Planner(FakeBackend(TEXT_SHAPE), tokenizer)
-    assert planner.encode([7, 8]) == (7, 8)
-    assert planner.encode(np.array([7, 8])) == (7, 8)
-
-
 def test_text_needs_a_tokenizer():
     planner = Planner(FakeBackend(), None)
+    with pytest.raises(RequestError, match="the task is empty"):
+        planner.plan(" \n")
     for task in ("go", [{"role": "user", "content": "go"}]):
         with pytest.raises(RequestError, match=r"no tokenizer: give token ids .* or build it again"):
             planner.plan(task)
@@ -237,11 +201,6 @@ def test_bad_tasks_are_refused_before_any_pass(task, message):
     assert backend.passes == []
 
 
-def test_an_empty_text_is_refused(tokenizer):
-    with pytest.raises(RequestError, match="the task is empty"):
-        Planner(FakeBackend(TEXT_SHAPE), tokenizer).plan(" \n")
-
-
 def test_a_prompt_longer_than_the_usable_context_is_refused_with_the_numbers():
     backend = FakeBackend()
     planner = Planner(backend, None)
@@ -251,32 +210,6 @@ def test_a_prompt_longer_than_the_usable_context_is_refused_with_the_numbers():
         planner.stream([1] * 10, max_new_tokens=51)
     assert backend.passes == []
     assert len(planner.plan([1] * 10, max_new_tokens=50).tokens) == 50
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_new_tokens": 0},
-        {"temperature": -1.0},
-        {"temperature": float("nan")},
-        {"top_p": 0.0},
-        {"top_k": -1},
-        {"seed": -1},
-    ],
-)
-def test_bad_options_are_refused_before_any_pass(options):
-    backend = FakeBackend()
-    with pytest.raises(RequestError, match=next(iter(options))):
-        Planner(backend, None).stream(PROMPT, **options)
-    assert backend.passes == []
-
-
-def test_a_refused_request_does_not_spoil_the_next():
-    planner = Planner(FakeBackend(), None)
-    wanted = planner.plan(PROMPT, max_new_tokens=9).tokens
-    with pytest.raises(RequestError):
-        planner.plan([64])
-    assert planner.plan(PROMPT, max_new_tokens=9).tokens == wanted
 
 
 def test_closing_releases_the_backend_and_ends_what_runs():
@@ -311,11 +244,6 @@ def test_a_dropped_stream_ends_its_request():
     assert planner.plan(PROMPT, max_new_tokens=2).finish_reason == "length"
     assert job.ticket.result().finish_reason == "cancelled"
     assert gate.backend.passes.count("verify") <= 2
-
-
-def test_the_options_of_the_types_are_those_of_the_values():
-    fields = {field.name for field in dataclasses.fields(Options)}
-    assert set(PlanOptions.__annotations__) == fields == RULES.keys()
 
 
 # stop texts ----------------------------------------------------------------------------------------------------------

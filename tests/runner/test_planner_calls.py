@@ -1,4 +1,4 @@
-"""Answers that may be calls: beside a form, and free ones whose strict tools are held to their schemas."""
+"""Answers that are or may be calls: forced, next to a form, and free ones whose strict tools keep their schemas."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fakes import SHAPE, FakeBackend
 from grammar_support import END, tokenizer, vocab_size
 from service_support import client_of, events, fake_service
 
+from edge_dflash.client.api import Served, ask
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
@@ -46,15 +47,54 @@ def runs(planner, **options):
     return plan
 
 
-def check_call(call):
+def check_call(call, names=("move", "wait")):
     arguments = json.loads(call.arguments)
+    assert call.name in names
     if call.name == "wait":
         assert arguments == {}
-    else:
-        assert call.name == "move"
-        assert set(arguments) == {"to", "speed"}
-        assert arguments["to"] in ("hall", "dock")
-        assert 0 <= arguments["speed"] <= 9
+        return
+    assert {"to", "speed"} <= set(arguments) <= {"to", "speed", "code", "then"}
+    assert arguments["to"] in ("hall", "dock")
+    assert 0 <= arguments["speed"] <= 9
+    assert len(arguments.get("code", "")) <= 3
+    assert all(isinstance(item, bool) for item in arguments.get("then", []))
+
+
+FULL = tool(
+    "move",
+    {
+        **MOVE["function"]["parameters"]["properties"],
+        "code": {"type": "string", "maxLength": 3},
+        "then": {"type": "array", "items": {"type": "boolean"}, "maxItems": 1},
+    },
+    ("to", "code", "speed"),
+)
+
+
+def check_forced(plan, names=("move", "wait")):
+    assert (plan.finish_reason, plan.text, plan.malformed) == ("stop", "", ())
+    (call,) = plan.tool_calls
+    check_call(call, names)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_forced_call_is_made_the_same_with_and_without_drafter_and_in_a_session(dialect):
+    tools = [FULL, WAIT]
+    with opened(DIALECTS[dialect], tools=tools) as planner:
+        for seed in range(4):
+            check_forced(runs(planner, tools=tools, tool_choice="required", temperature=1.0, seed=seed))
+        for name in ("move", "wait"):
+            check_forced(runs(planner, tools=tools, tool_choice=name), (name,))
+        session = planner.session("You move.")
+        check_forced(session.plan("Go.", tools=tools, tool_choice="required"))
+        check_forced(session.plan("Wait.", tools=tools, tool_choice="wait"), ("wait",))
+        bare = Planner(planner.backend, None, (2,))
+        with pytest.raises(RequestError, match="cannot be given a form"):
+            bare.plan((1, 2), tools=tools, tool_choice="required")
+    with opened(DIALECTS["tagged"], "hm</think>", thinking=True) as planner:
+        plan = runs(planner, tools=TOOLS, tool_choice="move", thinking=True)
+        assert plan.thinking == "hm"
+        check_forced(plan, ("move",))
 
 
 @pytest.mark.parametrize("whitespace", [False, True])
@@ -91,14 +131,11 @@ def test_the_model_chooses_which(dialect):
         assert plan.object or plan.tool_calls
 
 
-def test_several_calls_may_follow_each_other():
+def test_several_calls_may_follow_each_other_and_the_choice_comes_behind_the_thinking():
     words = DIALECTS["json"]
     call = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
     with opened(words, f"{call}\n{call}{call}{END}") as planner:
         assert [one.name for one in runs(planner, tools=TOOLS, schema=REPORT).tool_calls] == ["wait"] * 3
-
-
-def test_the_choice_comes_behind_the_thinking():
     with opened(DIALECTS["tagged"], 'a <tool_call> or {"percent"</think>\n\n<tool_call>', thinking=True) as planner:
         plan = runs(planner, tools=TOOLS, schema=REPORT, thinking=True)
         assert plan.thinking == 'a <tool_call> or {"percent"'
@@ -217,3 +254,32 @@ def test_a_text_for_a_model_without_a_template_cannot_have_tools():
         assert planner.plan("Go.", max_new_tokens=2).tokens
         with pytest.raises(RequestError, match="no chat template, which describes tools"):
             planner.plan("Go.", tools=TOOLS, max_new_tokens=2)
+
+
+def test_the_service_forces_calls(tmp_path):
+    shape = replace(SHAPE, vocab_size=vocab_size(), max_context=2048)
+    client = client_of(fake_service(tmp_path, FakeBackend(shape), DIALECTS["json"]))
+    body = {"messages": TASK, "tools": TOOLS}
+    named = {"type": "function", "function": {"name": "move"}}
+    for choice, parallel in (("required", None), (named, True), (named, False)):
+        answer = client.post(CHAT, json={**body, "tool_choice": choice, "parallel_tool_calls": parallel}).json()
+        choice_made = answer["choices"][0]
+        assert choice_made["finish_reason"] == "tool_calls"
+        (call,) = choice_made["message"]["tool_calls"]
+        assert call["function"]["name"] in ("move", "wait")
+    streamed = events(client.post(CHAT, json={**body, "tool_choice": named, "stream": True}))
+    deltas = [chunk["choices"][0]["delta"] for chunk in streamed[:-1] if chunk["choices"]]
+    assert [call["function"] for delta in deltas for call in delta.get("tool_calls", ())] == [call["function"]]
+    for change in ({"response_format": {"type": "json_object"}}, {"stop": "x"}, {"edge_dflash": {"regex": "a"}}):
+        refused = client.post(CHAT, json={**body, "tool_choice": "required", **change})
+        assert refused.status_code == 400
+        assert "tool_choice" in refused.json()["error"]["message"]
+
+
+def test_a_remote_planner_sends_the_choice():
+    server = Served("m", {})
+    assert ask(server, TASK, Options(tools=TOOLS, tool_choice="required"))[1]["tool_choice"] == "required"
+    named = {"type": "function", "function": {"name": "wait"}}
+    assert ask(server, TASK, Options(tools=TOOLS, tool_choice="wait"))[1]["tool_choice"] == named
+    assert "tool_choice" not in ask(server, TASK, Options(tools=TOOLS))[1]
+    assert "tools" not in ask(server, TASK, Options(tools=TOOLS, tool_choice="none"))[1]

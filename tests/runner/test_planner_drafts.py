@@ -21,22 +21,17 @@ def plain():
 
 @pytest.mark.parametrize("drafts", range(SHAPE.drafts + 1))
 def test_a_number_that_is_asked_for_is_what_every_cycle_verifies(drafts, plain):
-    plan = Planner(FakeBackend(), None, drafts=drafts).plan(PROMPT, max_new_tokens=40)
+    backend = FakeBackend()
+    planner = Planner(backend, None, drafts=drafts)
+    assert planner.drafting == (drafts > 0)
+    plan = planner.plan(PROMPT, max_new_tokens=40)
+    assert ("propose" in backend.passes) == (drafts > 0)
     assert plan.tokens == plain.tokens
     assert set(plan.drafting.drafts) == {drafts}
     assert plan.timings.drafts == plan.drafting.mean == plan.drafting.usual == drafts
     assert set(plan.accept_lengths[:-1]) == {drafts + 1}
     assert plan.drafting.acceptance == (1.0,) * drafts
     assert plan.speculative
-
-
-def test_no_drafts_never_ask_the_drafter(plain):
-    backend = FakeBackend()
-    planner = Planner(backend, None, drafts=0)
-    assert not planner.drafting
-    plan = planner.plan(PROMPT, max_new_tokens=40)
-    assert "propose" not in backend.passes
-    assert (plan.tokens, plan.accept_lengths) == (plain.tokens, plain.accept_lengths)
 
 
 def test_all_drafts_are_verified_without_fallback():
