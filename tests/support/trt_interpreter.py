@@ -29,7 +29,6 @@ _CLASSES = {
     "DEQUANTIZE": "IDequantizeLayer",
     "DYNAMIC_QUANTIZE": "IDynamicQuantizeLayer",
 }
-LAYER_TYPES = tuple(_CLASSES)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 

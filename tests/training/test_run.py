@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from edge_dflash.builder import record
 from edge_dflash.builder.card import read_card
 from edge_dflash.bundle.manifest import MANIFEST, dump_manifest
 from edge_dflash.common.progress import unheard
@@ -25,6 +26,15 @@ from edge_dflash.training.start import same_files
 from edge_dflash.training.workdir import TrainingDir, TrainingRun
 
 STAGES = ("answers", "taps", "training", "evaluation, before", "evaluation, after")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_selftests(demo_bundle):
+    """Of the bundles that are built here: how well a drafter fits is not asked of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "NEW_TOKENS", 4)
+        patch.setattr(record, "PROMPT_TOKENS", 64)
+        yield
 
 
 @pytest.fixture(scope="module")
