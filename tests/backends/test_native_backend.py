@@ -1,4 +1,5 @@
-"""The native backend's bookkeeping on a device that keeps only its control block: whatever is called, rows add up."""
+"""The native backend's bookkeeping on a device that keeps only its control blocks: whatever is called on one lane or on
+several, rows add up in each."""
 
 import re
 from dataclasses import replace
@@ -15,168 +16,239 @@ from store_weights import StoreWeights
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import loading
 from edge_dflash.backends.cuda.backend import NativeBackend
+from edge_dflash.backends.cuda.graphs import joint_steps
+from edge_dflash.backends.cuda.kernels.small import SlotWords
 from edge_dflash.backends.cuda.measured import REPEATS, force, profile
-from edge_dflash.decode.backend import Asked, Backend, Precision, row_steps
+from edge_dflash.backends.cuda.memory import ControlBlock, DevicePointer
+from edge_dflash.backends.cuda.slots import Slots
+from edge_dflash.decode.backend import Asked, Backend, Cycle, Precision, lane_steps, row_steps
 from edge_dflash.decode.sampling import Sampling
-from edge_dflash.errors import BackendError
+from edge_dflash.errors import BackendError, RequestError
 
-CONTEXT, CHUNK = 128, 16
+CONTEXT, CHUNK, LANES = 128, 16, 4
 VOCABULARY, BLOCK = NATIVE_PAIR.target.vocab_size, NATIVE_PAIR.drafter.block_size
 STATE = Precision("bfloat16", "fp8")
 
 
-def load(monkeypatch, gpu, pair=NATIVE_PAIR, **options):
+def load(monkeypatch, gpu, lanes=1, pair=NATIVE_PAIR, **options):
     monkeypatch.setattr(native_backend, "Gpu", lambda: gpu)
     weights = StoreWeights(random_store(formats_of()), formats_of())
-    sizes = {"max_context": CONTEXT, "prefill_chunk": CHUNK} | options
+    sizes = {"max_context": CONTEXT, "prefill_chunk": CHUNK, "lanes": lanes} | options
     return NativeBackend(pair, weights, STATE, cubin=lambda unit: b"", **sizes)
 
 
 class Steered:
-    """Drafts so many tokens; with or without a mask for each row."""
+    """Drafts so many tokens, masks each row or none, may end the path, or give up before or after the verify."""
 
     tolerant = False
 
-    def __init__(self, drafts, masked, ends=BLOCK):
-        self.ends = ends  # rows behind which the path ends
-        self.count, self.mask = drafts, np.full((VOCABULARY + 31) // 32, 3, np.uint32) if masked else None
+    def __init__(self, drafts, masked=False, fails=None, ends=BLOCK):
+        self.count, self.fails, self.ends = drafts, fails, ends  # ends: rows behind which the path ends
+        self.mask = np.full((VOCABULARY + 31) // 32, 3, np.uint32) if masked else None
 
     def drafts(self, rows, position):
+        self.give_up("drafts")
         return rows.argmax()[: self.count]
 
     def masks(self, drafts):
+        self.give_up("masks")
         return [self.mask] * min(len(drafts) + 1, self.ends)
 
+    def give_up(self, where):
+        if self.fails == where:
+            raise RequestError(where)
 
-DRAFTS = st.none() | st.integers(0, BLOCK)
+
+STEERING = st.none() | st.builds(
+    Steered,
+    st.integers(0, BLOCK - 1),
+    st.booleans(),
+    st.sampled_from([None, None, None, "drafts", "masks"]),
+    st.integers(1, BLOCK),
+)
+LANE = st.integers(0, 4)
 KEEP = st.none() | st.integers(0, BLOCK)
+TURN = st.fixed_dictionaries({
+    "drafts": st.none() | st.integers(0, BLOCK),
+    "temperature": st.sampled_from([0.0, 0.7]),
+    "steering": STEERING,
+    "logits": st.booleans(),
+    "accept": st.integers(0, BLOCK - 1),
+    "keep": KEEP,
+})  # fmt: skip
 
 
 class Bookkeeping(RuleBasedStateMachine):
-    """Calls in any order, against the number of rows that a sequence must have."""
+    """Calls in any order on lanes in any mix, against the number of rows that each sequence must have."""
 
-    @initialize()
-    def start(self):
-        self.gpu = ControlGpu()
+    @initialize(lanes=st.integers(1, 5))
+    def start(self, lanes):
+        self.gpu, self.lanes, self.saved = ControlGpu(), lanes, None
         with pytest.MonkeyPatch.context() as patch:
-            self.backend = load(patch, self.gpu)
-        self.gpu.rows = self.length = 0
-        self.open = self.saved = None
+            self.backend = load(patch, self.gpu, lanes)
+        self.gpu.states.clear()
+        self.length, self.open = [0] * lanes, [None] * lanes  # rows; rows of an open verify
 
-    @rule(profiled=st.booleans())
-    def reset(self, profiled):
-        if profiled and self.length + REPEATS * BLOCK <= CONTEXT:
+    def room(self, lane, rows=BLOCK):
+        return self.length[lane] + rows <= CONTEXT
+
+    @rule(lane=LANE, count=st.integers(1, 40))
+    def prefill(self, lane, count):
+        lane %= self.lanes
+        if not self.room(lane, count):
+            with pytest.raises(BackendError, match="the context holds 128"):
+                self.backend.prefill([1] * count, lane)
+            return
+        self.backend.prefill([1] * count, lane)
+        self.length[lane], self.open[lane] = self.length[lane] + count, None
+
+    @rule(lane=LANE, anchor=st.integers(0, VOCABULARY - 1))
+    def propose(self, lane, anchor):
+        lane %= self.lanes
+        if self.room(lane):
+            assert len(self.backend.propose(anchor, lane)) == BLOCK - 1
+            assert self.gpu.words["anchor"] == anchor
+            self.open[lane] = None
+
+    @rule(lane=LANE, count=st.integers(1, BLOCK), keep=KEEP)
+    def verify(self, lane, count, keep):
+        lane %= self.lanes
+        if self.room(lane, count):
+            assert len(self.backend.verify([2] * count, lane)) == count
+            self.leave_open(lane, count, keep)
+
+    @rule(turns=st.dictionaries(LANE, TURN, min_size=1))
+    def cycles(self, turns):
+        turns = {lane: turn for lane, turn in turns.items() if lane < self.lanes and self.room(lane)}
+        self.gpu.accept = {lane: turn["accept"] for lane, turn in turns.items()}
+        found = self.backend.cycles([
+            Asked(3, Sampling(turn["temperature"]), turn["steering"], turn["drafts"], lane=lane, logits=turn["logits"])
+            for lane, turn in turns.items()
+        ])  # fmt: skip
+        assert len(found) == len(turns)
+        for turn, outcome in zip(turns.values(), found, strict=True):
+            if turn["logits"] and isinstance(outcome, Cycle):
+                assert outcome.logits().shape == (len(outcome.tokens), VOCABULARY)
+        for (lane, turn), outcome in zip(turns.items(), found, strict=True):
+            self.check(lane, turn, outcome)
+
+    def check(self, lane, turn, outcome):
+        steering, most = turn["steering"], BLOCK - 1 if turn["drafts"] is None else min(turn["drafts"], BLOCK - 1)
+        self.open[lane] = None
+        if steering and (steering.fails == "masks" or (steering.fails == "drafts" and most)):
+            assert isinstance(outcome, RequestError)
+            with pytest.raises(BackendError, match="no verify is open"):
+                self.backend.commit(0, lane)
+            return
+        drafts = min(most, steering.count) if steering else most
+        assert isinstance(outcome, Cycle)
+        accepted = min(turn["accept"], drafts, steering.ends - 1 if steering else drafts)
+        assert (outcome.drafts, outcome.accepted) == (drafts, accepted)
+        assert outcome.tokens == tuple(range(accepted + 1))
+        assert turn["drafts"] != 0 or outcome.propose_seconds == 0.0
+        self.leave_open(lane, len(outcome.tokens), turn["keep"])
+
+    @rule(lane=LANE, accept=st.integers(0, BLOCK - 1))
+    def cycle(self, lane, accept):
+        lane %= self.lanes
+        if self.room(lane):
+            self.gpu.accept = accept
+            self.backend.cycle(Asked(5, lane=lane))
+            self.leave_open(lane, accept + 1, accept + 1)
+
+    def leave_open(self, lane, rows, keep):
+        """So many rows may be committed; commit ``keep`` of them at once, unless it is None."""
+        self.open[lane] = rows
+        if keep is not None:
+            self.commit(lane, min(rows, keep))
+
+    @rule(lane=LANE, rows=st.integers(0, BLOCK))
+    def commit(self, lane, rows):
+        lane %= self.lanes
+        if self.open[lane] is None or rows > self.open[lane]:
+            with pytest.raises(BackendError, match="cannot commit"):
+                self.backend.commit(rows, lane)
+            return
+        self.backend.commit(rows, lane)
+        self.length[lane], self.open[lane] = self.length[lane] + rows, None
+
+    @rule(lane=LANE)
+    def flush(self, lane):
+        lane %= self.lanes
+        self.backend.flush(lane)
+        self.open[lane] = None
+        assert self.gpu.states[lane] == self.length[lane]
+
+    @rule(lane=LANE, profiled=st.booleans())
+    def reset(self, lane, profiled):
+        lane %= self.lanes
+        if profiled and lane == 0 and self.room(0, REPEATS * BLOCK):
+            self.gpu.accept = 0
             profile(self.backend, 1)
         else:
-            self.backend.reset()
-        self.gpu.rows = self.length = 0
-        self.open = None
+            self.backend.reset(lane)
+        self.become(lane, 0)
 
-    @rule(count=st.integers(1, 40))
-    def prefill(self, count):
-        if self.length + count > CONTEXT:
-            with pytest.raises(BackendError, match="the context holds 128"):
-                self.backend.prefill([1] * count)
-            return
-        self.backend.prefill([1] * count)
-        self.length, self.open = self.length + count, None
+    def become(self, lane, rows):
+        self.gpu.states[lane], self.length[lane], self.open[lane] = rows, rows, None
 
-    @rule(anchor=st.integers(0, VOCABULARY - 1))
-    def propose(self, anchor):
-        if self.length + BLOCK <= CONTEXT:
-            assert len(self.backend.propose(anchor)) == BLOCK - 1
-            assert self.gpu.words["anchor"] == anchor
-            self.open = None
+    @rule(source=LANE, to=LANE)
+    def copy(self, source, to):
+        source, target = source % self.lanes, to % self.lanes
+        self.backend.copy(source, target)
+        assert self.gpu.states[source] == self.length[source]  # what is copied
+        self.open[source] = None
+        self.become(target, self.length[source])
 
-    @rule(count=st.integers(1, BLOCK), keep=KEEP)
-    def verify(self, count, keep):
-        if self.length + count <= CONTEXT:
-            assert len(self.backend.verify([2] * count)) == count
-            self.leave_open(count, keep)
-
-    @rule(accept=st.integers(0, BLOCK - 1), anchor=st.integers(0, VOCABULARY - 1), drafts=DRAFTS, keep=KEEP)
-    def cycle(self, accept, anchor, drafts, keep):
-        if self.length + BLOCK <= CONTEXT:
-            self.gpu.accept = accept
-            cycle = self.backend.cycle(Asked(anchor, drafts=drafts))
-            assert cycle.drafts == (BLOCK - 1 if drafts is None else min(drafts, BLOCK - 1))
-            assert cycle.accepted == min(accept, cycle.drafts)
-            assert cycle.tokens == tuple(range(cycle.accepted + 1))
-            self.leave_open(cycle.accepted + 1, keep)
-
-    @rule(accept=st.integers(0, BLOCK - 1), temperature=st.sampled_from([0.0, 0.7]), keep=KEEP)
-    def cycle_with_logits(self, accept, temperature, keep):
-        if self.length + BLOCK <= CONTEXT:
-            self.gpu.accept = accept
-            cycle = self.backend.cycle(Asked(3, Sampling(temperature), logits=True))
-            assert cycle.tokens == tuple(range(accept + 1))
-            self.leave_open(accept + 1, keep)
-            assert cycle.logits().shape == (accept + 1, VOCABULARY)
-
-    @rule(drafts=st.integers(0, BLOCK - 1), ends=st.integers(1, BLOCK), masked=st.booleans(), keep=KEEP)
-    def steered(self, drafts, ends, masked, keep):
-        if self.length + BLOCK <= CONTEXT:
-            self.gpu.accept = BLOCK - 1  # as many as count
-            cycle = self.backend.cycle(Asked(5, steering=Steered(drafts, masked, ends)))
-            assert cycle.accepted == min(drafts, ends - 1)
-            assert cycle.tokens == tuple(range(cycle.accepted + 1))
-            self.leave_open(cycle.accepted + 1, keep)
-
-    @rule(temperature=st.sampled_from([0.0, 0.7]), keep=KEEP)
-    def plain(self, temperature, keep):
-        if self.length < CONTEXT:
-            self.gpu.accept = BLOCK - 1
-            cycle = self.backend.cycle(Asked(7, Sampling(temperature), drafts=0))
-            assert (cycle.tokens, cycle.propose_seconds) == ((0,), 0.0)
-            self.leave_open(1, keep)
-
-    def leave_open(self, rows, keep):
-        """So many rows may be committed; commit ``keep`` of them at once, unless it is None."""
-        self.open = rows
-        if keep is not None:
-            self.backend.commit(min(rows, keep))
-            self.length, self.open = self.length + min(rows, keep), None
-
-    @rule(rows=st.integers(0, BLOCK))
-    def commit(self, rows):
-        if self.open is None or rows > self.open:
-            with pytest.raises(BackendError, match="cannot commit"):
-                self.backend.commit(rows)
-            return
-        self.backend.commit(rows)
-        self.length, self.open = self.length + rows, None
-
-    @rule()
-    def flush(self):
-        self.backend.flush()
-        self.open = None
-        assert self.gpu.rows == self.length
-
-    @rule()
-    def snapshot(self):
-        self.saved = self.backend.snapshot()
-        self.open = None
-        assert self.saved.length == self.gpu.rows == self.length
+    @rule(lane=LANE)
+    def snapshot(self, lane):
+        lane %= self.lanes
+        self.saved, self.open[lane] = self.backend.snapshot(lane), None
+        assert self.saved.length == self.gpu.states[lane] == self.length[lane]
 
     @precondition(lambda self: self.saved is not None)
-    @rule()
-    def restore(self):
-        self.backend.restore(self.saved)
-        self.gpu.rows = self.length = self.saved.length
-        self.open = None
+    @rule(lane=LANE)
+    def restore(self, lane):
+        self.backend.restore(self.saved, lane % self.lanes)
+        self.become(lane % self.lanes, self.saved.length)
 
     @invariant()
     def rows_add_up(self):
         """What is in the states and what is pending make the committed rows, once the next pass has been told."""
-        assert self.backend.length() == self.length
-        before = len(self.gpu.launches)
-        self.backend._put(0)
-        assert len(self.gpu.launches) - before <= 1
-        assert (self.gpu.words["length"], self.gpu.rows + self.gpu.words["pending"]) == (self.length, self.length)
+        for lane in range(self.lanes):
+            assert self.backend.length(lane) == self.length[lane]
+            before = len(self.gpu.launches)
+            self.backend._put(lane)
+            assert len(self.gpu.launches) - before <= 1
+            words = self.gpu.words
+            assert (words["lane"], words["length"]) == (lane, self.length[lane])
+            assert self.gpu.states[lane] + words["pending"] == self.length[lane]
 
 
-Bookkeeping.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Bookkeeping.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 TestBookkeeping = Bookkeeping.TestCase
+
+
+def together(backend, gpu, count, **given):
+    at = len(gpu.launches)
+    found = backend.cycles([Asked(5, lane=lane, **given) for lane in range(count)])
+    return found, gpu.launches[at:]
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A backend of one lane, and its device."""
+    gpu = ControlGpu()
+    backend = load(monkeypatch, gpu)
+    backend.prefill([1] * 8)
+    return backend, gpu
+
+
+@pytest.fixture
+def joint(monkeypatch):
+    """A backend of several lanes, and its device."""
+    gpu = ControlGpu()
+    return load(monkeypatch, gpu, LANES), gpu
 
 
 @pytest.mark.parametrize(
@@ -193,7 +265,7 @@ def test_every_launch_of_every_pass_is_accepted_on_every_kind_of_device(monkeypa
     gpu = ControlGpu()
     gpu.sm = sm
     pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, block_size=rows))
-    backend = load(monkeypatch, gpu, pair)
+    backend = load(monkeypatch, gpu, pair=pair)
     launched = {name for name, _ in backend.graphs[1].verify.of(rows).calls}
     found = {re.sub(r"_\d(_\d)?$", "", name) for name in launched if "_nvfp4_" in name}  # less splits and teams
     assert found == linears
@@ -201,42 +273,94 @@ def test_every_launch_of_every_pass_is_accepted_on_every_kind_of_device(monkeypa
     assert any(name.startswith("delta") for name in launched)
 
 
-def test_cycles_that_are_committed_whole_need_nothing_from_the_host(monkeypatch):
+@pytest.mark.parametrize("sm", [87, 89, 90, 110, 121])
+@pytest.mark.parametrize("rows", [8, 16, 32])
+def test_every_launch_of_joint_passes_is_accepted_on_every_kind_of_device(monkeypatch, sm, rows):
+    monkeypatch.setattr("edge_dflash.backends.cuda.kernels.linear.bf16_map", lambda *asked: None)  # asks a driver
     gpu = ControlGpu()
-    backend = load(monkeypatch, gpu)
-    loaded, anchor, gpu.accept = len(gpu.launches), 5, 2
-    backend.prefill([1] * 8)
-    for _ in range(5):
-        anchor = backend.cycle(Asked(anchor)).tokens[-1]
-        backend.commit(3)
-    assert gpu.launches[loaded:].count("cycle_set") == 2  # for the prompt's chunk and for the first anchor
-    backend.cycle(Asked(anchor))
-    backend.commit(2)
-    backend.cycle(Asked(anchor))
-    assert gpu.launches[loaded:].count("cycle_set") == 3  # fewer rows than the device had committed
+    gpu.sm = sm
+    pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, block_size=rows))
+    backend = load(monkeypatch, gpu, 8, pair)
+    assert sorted(backend.graphs) == [count for count in (1, 2, 4, 8) if count * rows <= loading.MOST_ROWS]
+    for count, graphs in list(backend.graphs.items())[1:]:
+        assert list(graphs.verify.graphs) == list(joint_steps(rows))
+        for most, graph in graphs.cycles.greedy.graphs.items():
+            (accept,) = [call for call in graph.calls if call[0] == "cycle_accept"]
+            assert (accept.grid[0], accept[1][2]) == (count, most)
 
 
-def test_fewer_drafts_run_the_graph_of_the_fewest_rows_that_are_enough(monkeypatch):
-    backend = load(monkeypatch, gpu := ControlGpu())
-    backend.prefill([1] * 8)
-    steps, gpu.accept = row_steps(BLOCK), BLOCK
+@pytest.mark.parametrize(("lanes", "slots"), [(1, 1), (2, 2), (3, 4), (4, 4)])
+def test_lanes_run_the_graph_of_the_fewest_slots_and_rows_that_hold_them(joint, lanes, slots):
+    backend, gpu = joint
+    gpu.accept, steps = BLOCK, (row_steps if slots == 1 else joint_steps)(BLOCK)
     for sampling in (Sampling(), Sampling(0.7)):
         for drafts in range(1, BLOCK):
-            at = len(gpu.launches)
-            cycle = backend.cycle(Asked(5, sampling, drafts=drafts))
-            assert (cycle.drafts, cycle.accepted) == (drafts, drafts)
-            graphs = backend.graphs[1].cycles.sampled if sampling.temperature else backend.graphs[1].cycles.greedy
+            found, launched = together(backend, gpu, lanes, sampling=sampling, drafts=drafts)
+            assert [(cycle.drafts, cycle.accepted) for cycle in found] == [(drafts, drafts)] * lanes
+            cycles = backend.graphs[slots].cycles
+            graphs = cycles.sampled if sampling.temperature else cycles.greedy
             rows = next(step for step in steps if step > drafts)
             calls = graphs.of(drafts + 1).calls
             assert calls is graphs.graphs[rows].calls
-            assert gpu.launches[at:][-len(calls) :] == [name for name, _ in calls]
-            assert [arguments[2] for name, arguments in calls if name == "cycle_accept"] == [rows]
+            assert launched[-len(calls) :] == [name for name, _ in calls]
+            (accept,) = [call for call in calls if call[0] == "cycle_accept"]
+            assert (accept.grid[0], accept[1][2]) == (slots, rows)
 
 
-def test_plain_cycles_need_nothing_from_the_host_but_their_token(monkeypatch):
-    gpu = ControlGpu()
-    backend = load(monkeypatch, gpu)
-    backend.prefill([1] * 8)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_lanes_that_are_committed_whole_need_nothing_from_the_host(joint, lanes):
+    backend, gpu = joint
+    gpu.accept, anchors = 2, [5] * lanes
+    for keep, told in ((3, 1), (3, 0), (3, 0), (2, 0), (3, 1)):  # fewer rows than the device had committed
+        at = len(gpu.launches)
+        found = backend.cycles([Asked(anchor, lane=lane) for lane, anchor in enumerate(anchors)])
+        assert gpu.launches[at:].count("cycle_set") == told  # all lanes and idle slots: one launch
+        for lane, cycle in enumerate(found):
+            backend.commit(keep, lane)
+            anchors[lane] = cycle.tokens[-1]
+    if lanes > 1:  # then fewer lanes
+        _, launched = together(backend, gpu, 2)
+        assert launched.count("cycle_set") == 1
+
+
+def test_after_a_cycle_that_failed_the_device_is_told_everything_again(monkeypatch, joint):
+    backend, gpu = joint
+    gpu.accept = 1
+    together(backend, gpu, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend.host, "read", lambda *asked: (_ for _ in ()).throw(BackendError("the device is gone")))
+        with pytest.raises(BackendError, match="the device is gone"):
+            together(backend, gpu, 2)
+    _, launched = together(backend, gpu, 2)  # nobody has said whether the one before was committed
+    assert launched.count("cycle_set") == 1
+
+
+def test_a_lane_stays_in_its_slot():
+    told = []
+    kernels = type("Kernels", (), {"set": lambda self, control, slots: told.append(dict(slots))})()
+    slots = Slots(kernels, DevicePointer(1 << 20, 256), 4)
+    assert slots.arrange([2, 0, 3], 4) == [2, 0, 3, -1]
+    words = [SlotWords(lane, ControlBlock(10 * lane)) for lane in (2, 0, 3)]
+    slots.put(words)
+    assert slots.arrange([3, 1, 2], 4) == [2, 1, 3, -1]
+    assert slots.arrange([3, 1], 2) == [3, 1]
+    slots.put(words)
+    slots.put([words[0], words[1]._replace(lane=1), words[2]])
+    assert [sorted(changed) for changed in told] == [[0, 1, 2], [1]]
+
+
+def test_a_mix_of_greedy_and_sampled_lanes_is_sampled_by_each_ones_settings(joint):
+    backend, gpu = joint
+    gpu.accept = 1
+    samplings = [Sampling(), Sampling(0.7, 5, 0.9, 3), Sampling(1.5, seed=9)]
+    backend.cycles([Asked(5, sampling, lane=lane) for lane, sampling in enumerate(samplings)])
+    names = ("temperature", "top_k", "top_p", "seed")
+    found = [tuple(gpu.settings[name][slot].item() for name in names) for slot in range(4)]
+    assert found == [(0, 0, 1, 0), (0.7, 5, 0.9, 3), (1.5, 0, 1, 9), (0, 0, 1, 0)]
+
+
+def test_plain_cycles_need_nothing_from_the_host_but_their_token(alone):
+    backend, gpu = alone
     loaded, gpu.accept, anchor = len(gpu.launches), 0, 5
     for _ in range(5):
         anchor = backend.cycle(Asked(anchor, drafts=0)).tokens[-1]
@@ -246,10 +370,26 @@ def test_plain_cycles_need_nothing_from_the_host_but_their_token(monkeypatch):
     assert "sample_choose" not in gpu.launches[loaded:]
 
 
+def test_plain_lanes_stand_beside_drafting_ones(joint):
+    backend, gpu = joint
+    gpu.accept = BLOCK
+    plain, drafted = backend.cycles([Asked(5, drafts=0), Asked(5, drafts=2, lane=1)])
+    assert (plain.tokens, plain.drafts, plain.propose_seconds) == ((0,), 0, 0.0)
+    assert (drafted.tokens, drafted.drafts) == ((0, 1, 2), 2)
+    assert gpu.launches.count("cycle_accept") > 0
+    found, launched = together(backend, gpu, 3, drafts=0)
+    assert [cycle.tokens for cycle in found] == [(0,)] * 3
+    assert "cycle_ids" not in launched  # nobody proposes
+    for lane in range(3):
+        backend.commit(1, lane)
+    at = len(gpu.launches)
+    backend.cycles([Asked(0, drafts=0, lane=lane) for lane in range(3)])
+    assert "cycle_set" not in gpu.launches[at:]  # the device has the anchors
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_logits_of_a_cycle_are_left_by_one_graph_and_read_on_demand(monkeypatch, temperature):
-    backend = load(monkeypatch, gpu := ControlGpu())
-    backend.prefill([1] * 8)
+def test_logits_of_a_cycle_are_left_by_one_graph_and_read_on_demand(monkeypatch, alone, temperature):
+    backend, gpu = alone
     gpu.accept, read = 2, []
     monkeypatch.setattr(gpu, "read", lambda pointer, shape, dtype: read.append(shape) or np.zeros(shape, dtype))
     loaded = len(gpu.launches)
@@ -265,25 +405,102 @@ def test_logits_of_a_cycle_are_left_by_one_graph_and_read_on_demand(monkeypatch,
         cycle.logits()
 
 
-def test_a_steered_cycle_computes_its_masks_while_the_verify_runs(monkeypatch):
-    backend = load(monkeypatch, gpu := ControlGpu())
-    backend.prefill([1] * 8)
-    seen, steering = [], Steered(3, masked=True)
-    steering.drafts = lambda rows, position: seen.append(len(gpu.launches)) or [4, 4, 4]
-    steering.masks = lambda drafts: seen.append(len(gpu.launches)) or [steering.mask] * 4
+def test_logits_of_each_lane_are_those_of_its_rows(monkeypatch, joint):
+    backend, gpu = joint
+    gpu.accept, read = 1, []
+    monkeypatch.setattr(gpu, "read", lambda pointer, shape, dtype: read.append(pointer) or np.zeros(shape, dtype))
+    found, _ = together(backend, gpu, 3, logits=True)
+    logits = backend.loaded.common.buffers.logits
+    for slot, cycle in enumerate(found):
+        assert cycle.logits().shape == (2, VOCABULARY)
+        assert read[slot].address - logits.pointer.address == 2 * logits.stride * slot * BLOCK
+    backend.reset(3)
+    backend.prefill([1], 3)
+    with pytest.raises(BackendError, match="replaced by a later pass"):
+        found[0].logits()
+
+
+def test_logits_stay_where_lanes_need_several_passes(joint):
+    class Tolerant(Steered):
+        tolerant = True
+
+        def tolerated(self, rows, drafts, choices):
+            return []
+
+    backend, gpu = joint
+    gpu.accept = 1
+    asked = [Asked(5, logits=True), Asked(5, steering=Tolerant(1), lane=1), Asked(5, logits=True, lane=2)]
+    found = backend.cycles(asked)
+    assert [cycle.logits().shape[1] for cycle in (found[0], found[2])] == [VOCABULARY] * 2
+    for lane, cycle in enumerate(found):
+        backend.commit(len(cycle.tokens), lane)
+
+
+def test_steered_lanes_compute_their_masks_while_the_verify_runs(monkeypatch, joint):
+    backend, gpu = joint
+    gpu.accept, seen = BLOCK, []
+    steerings = [Steered(2, masked=True) for _ in range(2)]
+    for steering in steerings:
+        own = steering.masks
+        steering.masks = lambda drafts, own=own: seen.append(len(gpu.launches)) or own(drafts)
     waited = []
     monkeypatch.setattr(gpu, "synchronize", lambda *asked: waited.append(len(gpu.launches)))
-    backend.cycle(Asked(9, Sampling(0.7), steering=steering))
-    proposed, verified = seen
-    assert verified - proposed == len(backend.graphs[1].verify.of(4).calls)  # launched, and nobody has waited for it
-    assert not [at for at in waited if proposed < at < len(gpu.launches)]
-    names = gpu.launches[verified:]
+    asked = [Asked(9, Sampling(0.7), steering, lane=lane) for lane, steering in enumerate(steerings)]
+    found = backend.cycles([*asked, Asked(9, lane=2), Asked(9, drafts=0, lane=3)])
+    assert [cycle.drafts for cycle in found] == [2, 2, BLOCK - 1, 0]
+    assert seen[0] == seen[1]
+    assert not [at for at in waited if at == seen[0]]  # the verify is under way
+    names = gpu.launches[seen[0] :]
     assert (names[0], names[-1], names.count("cycle_accept")) == ("sample_count", "cycle_accept", 1)
 
 
-def test_nothing_is_allocated_loaded_or_captured_after_load(monkeypatch):
-    gpu = ControlGpu()
-    backend = load(monkeypatch, gpu)
+def test_a_lane_is_asked_once_and_checked_before_anything_runs(joint):
+    backend, gpu = joint
+    before = len(gpu.launches)
+    for asked, words in (
+        ([Asked(1), Asked(2)], r"lanes \[0, 0\] are asked for together"),
+        ([Asked(1), Asked(VOCABULARY, lane=1)], "outside the vocabulary"),
+        ([Asked(1), Asked(1, lane=LANES)], "lane 4 is outside the 4"),
+    ):
+        with pytest.raises(BackendError, match=words):
+            backend.cycles(asked)
+    assert len(gpu.launches) == before
+    assert backend.cycles([]) == []
+
+
+def test_a_copy_takes_the_committed_rows_alone(joint):
+    backend, gpu = joint
+    backend.prefill([1] * 9, 1)
+    backend.copy(1, 3)
+    assert backend.length(3) == 9
+    states = backend.loaded.common.states
+    kv, copies = iter(gpu.copies), len(gpu.copies)
+    for name, memory in states.kv.items():
+        shape = states.shapes[name]
+        row = shape.head_dim * (1 if shape.kv == "fp8" else 2)
+        for array in (memory.k, memory.v):
+            source, target, rows, pitch, nbytes = next(kv)
+            offsets = [pointer.address - array.address for pointer in (source, target)]
+            assert offsets == [shape.kv_bytes, 3 * shape.kv_bytes]
+            assert (rows, pitch, nbytes) == (shape.kv_heads, shape.kv_rows * row, 9 * row)
+    assert copies == 2 * len(states.kv) + 2 * len(states.delta)
+    backend.copy(1, 1)
+    assert len(gpu.copies) == copies
+
+
+def test_forced_patterns_are_those_of_joint_cycles_too(joint):
+    backend, _ = joint
+    force(backend, [2])
+    for forced in (True, False):
+        for slots in (1, 4):
+            calls = backend.graphs[slots].cycles.greedy.of(BLOCK).calls
+            (accept,) = [call for call in calls if call[0] == "cycle_accept"]
+            assert accept[1][7] == forced
+        force(backend, None)
+
+
+def test_nothing_is_allocated_loaded_or_captured_after_load(monkeypatch, joint):
+    backend, gpu = joint
 
     def never(*arguments, **options):
         raise AssertionError("after load")
@@ -295,12 +512,13 @@ def test_nothing_is_allocated_loaded_or_captured_after_load(monkeypatch):
     mask = np.full((VOCABULARY + 31) // 32, 3, np.uint32)
     backend.verify([1, 2]).choose(Sampling(0.7, 5, 0.9), backend.length() + 1, [mask, None])
     backend.commit(1)
-    for sampling in (Sampling(), Sampling(0.7)):
-        for drafts in (None, *range(BLOCK)):
-            backend.commit(len(backend.cycle(Asked(1, sampling, drafts=drafts)).tokens))
-        backend.commit(len(backend.cycle(Asked(1, sampling, drafts=0)).tokens))
-        for masked in (False, True):
-            backend.commit(len(backend.cycle(Asked(1, sampling, steering=Steered(3, masked))).tokens))
+    for count in range(1, LANES + 1):
+        for sampling in (Sampling(), Sampling(0.7)):
+            for drafts in (None, *range(BLOCK)):
+                together(backend, gpu, count, sampling=sampling, drafts=drafts)
+            for masked in (False, True):
+                together(backend, gpu, count, sampling=sampling, steering=Steered(3, masked))
+    backend.copy(0, 1)
     saved = backend.snapshot()
     backend.reset()
     backend.restore(saved)
@@ -309,8 +527,8 @@ def test_nothing_is_allocated_loaded_or_captured_after_load(monkeypatch):
         force(backend, [1])
 
 
-def test_it_is_a_backend(monkeypatch):
-    backend: Backend = load(monkeypatch, ControlGpu())
+def test_it_is_a_backend(alone):
+    backend: Backend = alone[0]
     assert backend.shape.usable_context == CONTEXT - BLOCK
 
 
@@ -323,19 +541,31 @@ def test_what_does_not_fit_into_memory_is_said_before_anything_is_loaded(monkeyp
     assert gpu.closed == 1
 
 
-def test_the_budget_counts_everything_that_loading_takes(monkeypatch):
+@pytest.mark.parametrize("lanes", [1, 2, 3, 4, 8])
+def test_the_budget_counts_every_lane(monkeypatch, lanes):
     def load_in(free):
         gpu = ControlGpu()
         gpu.free = free
-        return load(monkeypatch, gpu), gpu
+        return load(monkeypatch, gpu, lanes), gpu
 
     backend, gpu = load_in(1 << 40)
     total = sum(backend.budget.values())
     assert sum(gpu.sizes) == total
-    least = total + loading._SLACK
-    load_in(least)
-    with pytest.raises(BackendError, match="the pair needs"):
-        load_in(least - 1)
+    assert sorted(backend.graphs) == list(lane_steps(lanes))
+    load_in(total + loading._SLACK)
+    with pytest.raises(BackendError, match="the pair needs" if lanes == 1 else f"fewer than {lanes} lanes"):
+        load_in(total + loading._SLACK - 1)
+
+
+def test_more_rows_than_a_pass_takes_go_through_several(monkeypatch):
+    gpu = ControlGpu()
+    monkeypatch.setattr(loading, "MOST_ROWS", 2 * BLOCK)
+    backend = load(monkeypatch, gpu, 8)
+    assert sorted(backend.graphs) == [1, 2]
+    gpu.accept = dict(enumerate([0, 1, 2, 3, 0, 1, 2, 3]))
+    found, launched = together(backend, gpu, 7)
+    assert [cycle.accepted for cycle in found] == [0, 1, 2, 3, 0, 1, 2]
+    assert launched.count("cycle_accept") == 4
 
 
 def test_a_profile_starts_at_its_anchor_and_leaves_an_empty_sequence(monkeypatch):
@@ -352,9 +582,8 @@ def test_a_profile_starts_at_its_anchor_and_leaves_an_empty_sequence(monkeypatch
         profile(backend)
 
 
-def test_ids_outside_the_vocabulary_never_reach_the_device(monkeypatch):
-    gpu = ControlGpu()
-    backend = load(monkeypatch, gpu)
+def test_ids_outside_the_vocabulary_never_reach_the_device(alone):
+    backend, gpu = alone
     before = len(gpu.launches)
     for call in (
         backend.propose,
@@ -379,9 +608,8 @@ def test_other_arithmetic_is_refused(monkeypatch):
             NativeBackend(NATIVE_PAIR, weights, precision, cubin=lambda unit: b"", max_context=CONTEXT)
 
 
-def test_a_lane_that_is_not_there_is_refused_before_the_device_is_touched(monkeypatch):
-    gpu = ControlGpu()
-    backend = load(monkeypatch, gpu)
+def test_a_lane_that_is_not_there_is_refused_before_the_device_is_touched(alone):
+    backend, gpu = alone
     saved, before = backend.snapshot(), len(gpu.launches)
     for call in (
         backend.length,
@@ -403,7 +631,7 @@ def test_a_lane_that_is_not_there_is_refused_before_the_device_is_touched(monkey
 
 
 def test_a_target_alone_runs_its_own_passes(monkeypatch):
-    backend = load(monkeypatch, ControlGpu(), replace(NATIVE_PAIR, drafter=None))
+    backend = load(monkeypatch, ControlGpu(), pair=replace(NATIVE_PAIR, drafter=None))
     assert backend.loaded.common.layout.sizes.rows == 1
     assert not any("drafter" in name for name in backend.loaded.common.states.kv)
     with pytest.raises(BackendError, match="no drafter"):
@@ -414,3 +642,10 @@ def test_a_target_alone_runs_its_own_passes(monkeypatch):
         backend.commit(1)
         assert (len(cycle.tokens), cycle.propose_seconds) == (1, 0.0)
     assert backend.length() == 6
+
+
+def test_a_target_alone_runs_its_lanes_together(monkeypatch):
+    backend, gpu = load(monkeypatch, gpu := ControlGpu(), LANES, pair=replace(NATIVE_PAIR, drafter=None)), gpu
+    found, launched = together(backend, gpu, 3)
+    assert [cycle.tokens for cycle in found] == [(0,)] * 3
+    assert launched.count("cycle_accept") == 1

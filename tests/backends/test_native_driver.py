@@ -12,7 +12,8 @@ from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import driver
-from edge_dflash.backends.cuda.driver import as_argument
+from edge_dflash.backends.cuda.driver import as_argument, bf16_map
+from edge_dflash.backends.cuda.memory import DevicePointer, Matrix
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
 
@@ -119,3 +120,10 @@ except BackendError as error:
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.endswith("install it with: pip install 'edge-dflash[cuda]'\n")
+
+
+@pytest.mark.parametrize(("address", "stride"), [(0x1008, 64), (0x1000, 60)])
+def test_a_matrix_that_tensor_copies_cannot_reach_is_refused(address, stride):
+    matrix = Matrix(DevicePointer(address, 4096), stride)
+    with pytest.raises(BackendError, match=rf"8 x 48 at address {address:#x}, row stride {stride}, .* 16 bytes"):
+        bf16_map(matrix, 8, 48, (32, 64))

@@ -1,4 +1,4 @@
-"""Launches of the state kernels over slots: arguments as the kernels take them, grids and scratch for each slot."""
+"""Launches of the state kernels over one slot or several: arguments as the kernels take them, grids, scratch."""
 
 import re
 from dataclasses import replace
@@ -121,3 +121,20 @@ def test_convolutions_have_a_grid_for_each_slot():
     gpu, op = Recorder(), GroupedConv(inputs=("u", "c"), output="y", base="b", side=0, taps=2, group_size=16)
     Convolutions(gpu, gpu).convolve(op, MATRIX, MATRIX, SOME, MATRIX, 8, 4096, slots=4)
     assert grids(gpu.launches) == [("conv_rows", (8, 4, 4))]
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+@pytest.mark.parametrize(
+    "shape", [ATTENTION, replace(ATTENTION, heads=32, kv_heads=8, head_dim=128, rope_dims=128, gated=False)]
+)
+def test_one_slot_goes_through_the_warpgroup_kernels(shape, prefill):
+    shape = replace(shape, lanes=1)
+    gpu = Recorder()
+    Attention(gpu, gpu, shape).attend(AttendTensors(*[MATRIX] * 4), KV, SOME, Words(SOME, prefill))
+    names = [name for name, *_ in gpu.launches]
+    assert names[1:] == [shape.wide.kernel(prefill), *([] if prefill else ["attend_wide_combine"])]
+    check_arguments("attend", gpu.launches)
+    for name, grid, block, _, shared in gpu.launches:
+        assert min(grid) > 0
+        assert block <= int(re.search(r"\.maxntid (\d+)", kernels_ptx("attend")[name])[1])
+        assert shared <= 227 << 10

@@ -12,7 +12,7 @@ import numpy as np
 from edge_dflash.backends.cuda.kernels.sample import Block
 from edge_dflash.backends.cuda.memory import Control
 from edge_dflash.decode.sampling import Sampling, pack
-from tests.backends.test_native_sample import choices, logits
+from tests.gpu.test_native_sample import choices, logits
 
 PARTS = {
     "all": ("sample_count", "sample_cut", "sample_ties", "sample_choose"),

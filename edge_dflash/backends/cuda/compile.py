@@ -175,28 +175,37 @@ def kernel_use(cubin: bytes) -> dict[str, KernelUse]:
 
 def _kernel_use(cubin: bytes) -> dict[str, KernelUse]:
     sections = _sections(cubin)
-    symbols = _symbols(cubin, sections)
+    symbols: list[str] = []
+    for _, kind, begin, size, link in sections:
+        if kind == _SYMBOL_TABLE:
+            names = (
+                sections[link][2] + struct.unpack_from("<I", cubin, at)[0] for at in range(begin, begin + size, 24)
+            )
+            symbols = symbols or [_string(cubin, at) for at in names]
     found: dict[str, KernelUse] = {}
-    for name, _, at, size, _ in sections:
-        stop = at + size
-        while name == _INFO and at < stop:
-            form, attribute, length = struct.unpack_from("<BBH", cubin, at)
-            at += 4
-            if form != _WORDS_FOLLOW:  # the value lies in the length field
-                continue
-            if attribute in (_REGISTERS, _FRAME_SIZE, _MIN_STACK_SIZE):
-                symbol, value = struct.unpack_from("<II", cubin, at)
-                use = found.setdefault(symbols[symbol], KernelUse())
-                if attribute == _REGISTERS:
-                    use.registers = value
-                else:
-                    use.stack_bytes = max(use.stack_bytes, value)
-            at += length
+    for name, _, begin, size, _ in sections:
+        for attribute, symbol, value in _attributes(cubin, begin, begin + size) if name == _INFO else ():
+            use = found.setdefault(symbols[symbol], KernelUse())
+            if attribute == _REGISTERS:
+                use.registers = value
+            else:
+                use.stack_bytes = max(use.stack_bytes, value)
     kernels = {name: use for name, use in found.items() if not name.startswith("$")}  # slow paths of divisions
     for name, _, _, size, _ in sections:
         if name.startswith(_SHARED) and name.removeprefix(_SHARED) in kernels:
             kernels[name.removeprefix(_SHARED)].shared_bytes = size
     return kernels
+
+
+def _attributes(elf: bytes, at: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """(attribute, symbol, value) of what a kernel needs, in a section of attributes."""
+    while at < stop:
+        form, attribute, length = struct.unpack_from("<BBH", elf, at)
+        at += 4
+        if form == _WORDS_FOLLOW:  # in the other forms the value lies in the place of the length
+            if attribute in (_REGISTERS, _FRAME_SIZE, _MIN_STACK_SIZE):
+                yield attribute, *struct.unpack_from("<II", elf, at)
+            at += length
 
 
 def _sections(elf: bytes) -> list[tuple[str, int, int, int, int]]:
@@ -208,16 +217,6 @@ def _sections(elf: bytes) -> list[tuple[str, int, int, int, int]]:
     raw = [struct.unpack_from("<IIQQQQII", elf, table + i * entry) for i in range(count)]
     text = raw[names][4]
     return [(_string(elf, text + r[0]), r[1], r[4], r[5], r[6]) for r in raw]
-
-
-def _symbols(elf: bytes, sections: list[tuple[str, int, int, int, int]]) -> list[str]:
-    for _, kind, offset, size, link in sections:
-        if kind == _SYMBOL_TABLE:
-            strings = sections[link][2]
-            return [
-                _string(elf, strings + struct.unpack_from("<I", elf, at)[0]) for at in range(offset, offset + size, 24)
-            ]
-    return []
 
 
 def _string(elf: bytes, at: int) -> str:

@@ -6,7 +6,7 @@ all for each of a few numbers of slots. Captured at load, never again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -53,12 +53,9 @@ class HostBuffers:
         return [Result.of(words, rows) for words in self.result[:slots]]
 
 
-JOINT_STEPS = (1, 4, 8, 16)
-
-
 def joint_steps(most: int) -> tuple[int, ...]:
     """Rows of a verify of several slots that have graphs, as :func:`~edge_dflash.decode.backend.row_steps`: fewer."""
-    return (*(rows for rows in JOINT_STEPS if rows < most), most)
+    return (*(rows for rows in (1, 4, 8, 16) if rows < most), most)
 
 
 class ByRows:
@@ -66,17 +63,14 @@ class ByRows:
 
     def __init__(self, graphs: Mapping[int, Graph]) -> None:
         self.graphs = dict(sorted(graphs.items()))
-        self._most = [
-            next(count for count in self.graphs if count >= rows) for rows in range(max(graphs, default=-1) + 1)
-        ]
-
-    def of(self, rows: int) -> Graph:
-        """The graph of the fewest rows that are enough."""
-        return self.graphs[self._most[rows]]
 
     def most(self, rows: int) -> int:
-        """Rows of that graph."""
-        return self._most[rows]
+        """The fewest rows of a graph that are enough."""
+        return next(count for count in self.graphs if count >= rows)
+
+    def of(self, rows: int) -> Graph:
+        """The graph of those rows."""
+        return self.graphs[self.most(rows)]
 
 
 @dataclass(frozen=True)
@@ -98,12 +92,10 @@ class Capture:
         self.slots = slots
         self._gpu, self._host, self._chooser, self._mask = gpu, host, chooser, mask
         self._common, self._passes = loaded.common, loaded.passes
-        self._buffers, self._kernels = loaded.common.buffers, loaded.common.kernels
-        self._rows, self._control = loaded.common.layout.sizes.rows, loaded.common.buffers.control
-        self._block, self._first = loaded.common.layout.sizes.of_pass("propose"), loaded.common.layout.first_draft
-        self._walker = loaded.common.kernels.walker
-        self._words = Words(self._control)
-        verify, self._propose = self._passes["verify"], self._passes["propose"]
+        self._buffers, self._kernels, layout = loaded.common.buffers, loaded.common.kernels, loaded.common.layout
+        self._rows, self._block, self._first = layout.sizes.rows, layout.sizes.of_pass("propose"), layout.first_draft
+        self._words, self._walker = Words(self._buffers.control), self._kernels.walker
+        verify, self._propose = loaded.passes["verify"], loaded.passes["propose"]
         if slots > 1:
             self._propose = self._propose.narrow(self._block, slots)
         narrowed = [verify.narrow(rows, slots) for rows in (row_steps if slots == 1 else joint_steps)(self._rows)]
@@ -113,25 +105,26 @@ class Capture:
         """The graph of what ``enqueue`` enqueues."""
         return self._gpu.capture(enqueue)
 
-    def verifies(self) -> ByRows:
-        """Capture verify passes."""
-        return ByRows({rows: self._gpu.capture(partial(self.verify, rows)) for rows in self._verifies})
+    def by_rows(self, enqueue: Callable[[int], None], rows: Iterable[int] | None = None) -> ByRows:
+        """The graphs of what ``enqueue`` enqueues for each number of rows of a verify, or of ``rows``."""
+        return ByRows({n: self.record(partial(enqueue, n)) for n in (self._verifies if rows is None else rows)})
 
     def cycles(self, pattern: DevicePointer = NULL) -> Cycles:
         """Capture how cycles end; ``pattern`` as in ``CycleKernels.accept``."""
-        capture = self._gpu.capture
         drafting = [rows for rows in self._verifies if rows > 1]
-        ends = [self._rows] if self.slots == 1 else self._verifies  # rows of one slot lie where those of more do
+        ends = [self._rows] if self.slots == 1 else None  # rows of one slot lie where those of more do
         return Cycles(
-            greedy=ByRows({n: capture(partial(self.cycle, pattern, rows=n)) for n in drafting}),
-            sampled=ByRows({n: capture(partial(self.cycle, pattern, rows=n, sampled=True)) for n in drafting}),
-            accept=ByRows({n: capture(partial(self.end, pattern, rows=n, choose=False)) for n in ends}),
-            choose=ByRows({n: capture(partial(self.end, pattern, rows=n, choose=True)) for n in ends}),
+            greedy=self.by_rows(lambda n: self.cycle(pattern, rows=n), drafting),
+            sampled=self.by_rows(lambda n: self.cycle(pattern, rows=n, sampled=True), drafting),
+            accept=self.by_rows(lambda n: self.end(pattern, rows=n, choose=False), ends),
+            choose=self.by_rows(lambda n: self.end(pattern, rows=n, choose=True), ends),
         )
 
     def propose(self) -> None:
         """One drafter pass over [anchor, mask, ...]."""
-        self._kernels.cycle.ids(self._control, self._buffers.ids, self._block, mask=self._mask, slots=self.slots)
+        self._kernels.cycle.ids(
+            self._buffers.control, self._buffers.ids, self._block, mask=self._mask, slots=self.slots
+        )
         self._propose.enqueue(logits=True)
         self._gpu.read_into(self._buffers.drafts, self._host.drafts)
 
@@ -139,7 +132,7 @@ class Capture:
         """One target pass over ``rows`` of the host's ids."""
         self._gpu.write_from(self._buffers.ids, self._host.ids[: self.slots * rows])
         self._verifies[rows].enqueue(logits=True)
-        self._kernels.small.replayed(self._control, self.slots)
+        self._kernels.small.replayed(self._buffers.control, self.slots)
         self._gpu.read_into(self._buffers.choices, self._host.choices)
 
     def cycle(
@@ -156,21 +149,22 @@ class Capture:
         length + 1 on, row r of the target chooses for position length + r + 1.
         """
         buffers, frame, clock, slots = self._buffers, self._kernels.cycle, self._buffers.clock, self.slots
-        drafts, block = buffers.drafts.at(4 * self._first, buffers.drafts.nbytes - 4 * self._first), self._block
+        drafts, block = buffers.drafts.behind(4 * self._first), self._block
         rows = rows or self._rows
-        frame.ids(self._control, buffers.ids, block, mask=self._mask, clock=clock.at(0, 8), slots=slots)
+        frame.ids(self._buffers.control, buffers.ids, block, mask=self._mask, clock=clock.at(0, 8), slots=slots)
         self._propose.enqueue(logits=sampled, sampled=sampled, around=around)
         if sampled and self._walker is None:
             self._sample(buffers.drafts, block, offset=1 - self._first, first=self._first)
-        frame.ids(self._control, buffers.ids, rows, drafts=drafts, clock=clock.at(8, 8), slots=slots, apart=block)
+        frame.ids(
+            self._buffers.control, buffers.ids, rows, drafts=drafts, clock=clock.at(8, 8), slots=slots, apart=block
+        )
         self._verifies[rows].enqueue(logits=sampled, around=around)
         if sampled:
             self._sample(buffers.choices, rows, offset=1, first=0)
         around(None)
-        counted = buffers.counted.at(0, buffers.counted.nbytes)
-        if self._walker is not None and self._walker.judges:
-            counted = counted.at(8, counted.nbytes - 8)
-        what = (drafts, buffers.choices, rows, self._control, self._host.found, clock, pattern, counted)
+        judged = self._walker is not None and self._walker.judges
+        counted = buffers.counted.behind(8 if judged else 0)
+        what = (drafts, buffers.choices, rows, self._buffers.control, self._host.found, clock, pattern, counted)
         frame.accept(*what, slots=slots, apart=block, valid_apart=COUNTED_WORDS)
 
     def end(self, pattern: DevicePointer = NULL, *, rows: int, choose: bool) -> None:
@@ -178,7 +172,7 @@ class Capture:
         buffers, slots = self._buffers, self.slots
         self._chooser.enqueue(buffers.choices if choose else None, span=Span(rows, slots) if slots > 1 else None)
         drafts = buffers.ids.at(4, 4 * (slots * rows - 1))
-        what = (drafts, buffers.choices, rows, self._control, self._host.found, buffers.clock, pattern)
+        what = (drafts, buffers.choices, rows, self._buffers.control, self._host.found, buffers.clock, pattern)
         accept, each = self._kernels.cycle.accept, SETTINGS.itemsize // 4
         accept(*what, self._chooser.stop, slots=slots, apart=rows, valid_apart=each)
 
@@ -190,14 +184,14 @@ class Capture:
         """One chunk."""
         self._gpu.write_from(self._buffers.ids, self._host.ids)
         self._passes["prefill"].enqueue(logits=True)
-        self._kernels.small.commit_prefill(self._control)
+        self._kernels.small.commit_prefill(self._buffers.control)
         self._gpu.read_into(self._buffers.choices, self._host.choices)
 
     def flush(self) -> None:
         """Replay pending rows."""
         for name, kernels in self._kernels.delta.items():
             kernels.flush(self._common.states.delta[name], self._buffers.delta, self._words)
-        self._kernels.small.replayed(self._control)
+        self._kernels.small.replayed(self._buffers.control)
 
 
 @dataclass(frozen=True)
@@ -213,7 +207,7 @@ class Graphs:
     @classmethod
     def of(cls, capture: Capture) -> Graphs:
         """Capture all of them."""
-        return cls(capture, capture.record(capture.propose), capture.verifies(), capture.cycles())
+        return cls(capture, capture.record(capture.propose), capture.by_rows(capture.verify), capture.cycles())
 
     def following(self, pattern: DevicePointer) -> Graphs:
         """The same with cycles captured anew, for a ``pattern`` or NULL."""

@@ -121,7 +121,7 @@ class Launches:
 
     def open(self, gpu: Gpu, layout: DeviceLayout) -> int:
         """Load the kernels of linears."""
-        most, sizes = 0, layout.sizes
+        most, sizes = [0], layout.sizes
         self._most_rows = max(sizes.prefill_rows, sizes.most_rows)
         alone, joint = row_tile(sizes.rows, ALONE_ROWS), row_tile(sizes.most_rows) if sizes.slots > 1 else 0
         self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=alone, joint=joint)
@@ -129,8 +129,8 @@ class Launches:
             prefill = name == "prefill"
             rows = sizes.rows if prefill else sizes.of_pass(name)
             for slots in (1,) if prefill else lane_steps(sizes.slots):
-                most = max(most, *(self._scratch(step, slots * rows) for step in each.steps), 0)
-        return most
+                most += [self._scratch(step, slots * rows) for step in each.steps]
+        return max(most)
 
     def _scratch(self, step: PassStep, rows: int) -> int:
         """Bytes of scratch of a step over so many rows."""

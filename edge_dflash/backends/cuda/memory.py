@@ -71,12 +71,8 @@ class Norm:
     @property
     def values(self) -> dict[str, Any]:
         """What kernels that end with a norm take of it."""
-        return {
-            "norm_weight": self.weight,
-            "eps": self.eps,
-            "norm_out": self.out,
-            "norm_stride": self.out.stride,
-        }
+        where = {"norm_out": self.out, "norm_stride": self.out.stride}
+        return {"norm_weight": self.weight, "eps": self.eps, **where}
 
 
 NO_NORM = Norm(NULL, 0.0, EMPTY)

@@ -9,14 +9,19 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.kernels.experts import ExpertKernels, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
+from edge_dflash.backends.cuda.kernels.experts import (
+    COUNTER_BYTES,
+    ExpertKernels,
+    ExpertsBuffers,
+    ExpertsShape,
+    ExpertWeights,
+    Forced,
+)
 from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer, Matrix, Norm, Words
 from edge_dflash.backends.cuda.schedule import Schedule
 from edge_dflash.backends.cuda.steps import Mix
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.errors import BackendError
-
-_COUNTER = 8  # bytes of a count of experts
 
 
 def mixes(schedules: Iterable[Schedule]) -> dict[str, Mix]:
@@ -27,23 +32,14 @@ def mixes(schedules: Iterable[Schedule]) -> dict[str, Mix]:
 def shape_of(step: Mix) -> ExpertsShape:
     """Raises BackendError for what the kernels do not take."""
     up, down, op = step.up, step.down, step.op
-    return ExpertsShape(
-        hidden=up.layout.k,
-        experts=up.experts,
-        chosen=op.top_k,
-        intermediate=down.layout.k,
-        shared=up.parts,
-        renormalised=op.renormalised,
-        up_format=up.layout.format,
-        down_format=down.layout.format,
-    )
+    sizes = (up.layout.k, up.experts, op.top_k, down.layout.k, up.parts, op.renormalised)
+    return ExpertsShape(*sizes, up.layout.format, down.layout.format)
 
 
 def take_buffers(memory: Allocator, steps: Mapping[str, Mix], rows: int) -> ExpertsBuffers:
     """Memory of all layers, which are of one size but for formats. Raises BackendError otherwise."""
-    shapes = [shape_of(step) for step in steps.values()]
-    first = shapes[0]
-    for shape in shapes:
+    first, *others = [shape_of(step) for step in steps.values()]
+    for shape in others:
         if replace(shape, up_format=first.up_format, down_format=first.down_format) != first:
             raise BackendError(f"layers of experts differ: {shape} beside {first}; the native backend takes one size")
     return ExpertsBuffers.take(memory, first, rows)
@@ -52,11 +48,11 @@ def take_buffers(memory: Allocator, steps: Mapping[str, Mix], rows: int) -> Expe
 def count_mixtures(memory: Allocator, steps: Mapping[str, Mix], rows: int) -> None:
     """Count what :class:`Mixtures` will take. Raises BackendError for layers of different sizes."""
     take_buffers(memory, steps, rows)
-    memory.count("experts", _COUNTER)
+    memory.count("experts", COUNTER_BYTES)
     for step in steps.values():
-        for stack in (step.up, step.down):
-            memory.count("target weights", stack.nbytes + 4 * stack.rows)
-        memory.count("target weights", 2 * step.up.layout.k * (step.up.experts + (step.op.shared is not None)))
+        stacks = sum(stack.nbytes + 4 * stack.rows for stack in (step.up, step.down))
+        routers = 2 * step.up.layout.k * (step.up.experts + (step.op.shared is not None))
+        memory.count("target weights", stacks + routers)
 
 
 class Mixtures:
@@ -74,13 +70,20 @@ class Mixtures:
         """Bring the weights to the device; ``rows``: most rows of a pass."""
         self._gpu, self._kernels, self._steps = gpu, kernels, steps
         self._buffers = take_buffers(memory, steps, rows)
-        self._unread = replace(
-            self._buffers, distinct=memory.take("experts", _COUNTER)
-        )  # of passes that are not counted
+        self._unread = replace(self._buffers, distinct=memory.take("experts", COUNTER_BYTES))  # of uncounted passes
         for counter in (self._buffers.distinct, self._unread.distinct):
             gpu.fill(counter)
-        self._weights = {name: self._load(gpu, step, weights, memory) for name, step in steps.items()}
+        self._shapes = {name: shape_of(step) for name, step in steps.items()}
+        self._weights = {name: self._load(step, weights, memory) for name, step in steps.items()}
         self._table: tuple[DevicePointer, int] | None = None
+
+    def _load(self, step: Mix, weights: NativeWeights, memory: Allocator) -> ExpertWeights:
+        up, down = (weights.stack(self._gpu, stack) for stack in (step.up, step.down))
+        router = weights.embedding(self._gpu, step.op.router)
+        judge = weights.embedding(self._gpu, step.op.shared.judge) if step.op.shared else NULL
+        loaded = ExpertWeights(router, judge, up.data, up.scale, down.data, down.scale)
+        memory.count("target weights", sum(pointer.nbytes for pointer in vars(loaded).values()))
+        return loaded
 
     @property
     def layers(self) -> int:
@@ -90,8 +93,7 @@ class Mixtures:
     @property
     def read(self) -> int:
         """Experts that rows of verify passes have chosen since load, in all layers."""
-        found: int = int(self._gpu.read(self._buffers.distinct, (1,), np.uint64)[0])
-        return found
+        return int(self._gpu.read(self._buffers.distinct, (1,), np.uint64)[0])
 
     def force(self, table: npt.NDArray[np.int32] | None) -> None:
         """Benchmarks: the token at position p takes experts table[p % len(table)]; None ends it.
@@ -120,25 +122,8 @@ class Mixtures:
         norm: Norm | None = None,
     ) -> None:
         """Enqueue one layer of a pass."""
-        self._kernels.run(
-            shape_of(step),
-            self._weights[step.op.output],
-            self._unread if words.prefill else self._buffers,
-            x,
-            out,
-            rows,
-            residual=residual,
-            norm=norm,
-            valid=words.rows_there,
-            forced=None if self._table is None else Forced(*self._table, words.length),
-        )
-
-    @staticmethod
-    def _load(gpu: Gpu, step: Mix, weights: NativeWeights, memory: Allocator) -> ExpertWeights:
-        op = step.op
-        up, down = (weights.stack(gpu, stack) for stack in (step.up, step.down))
-        router = weights.embedding(gpu, op.router)
-        judge = weights.embedding(gpu, op.shared.judge) if op.shared else NULL
-        for pointer in (up.data, up.scale, down.data, down.scale, router, judge):
-            memory.count("target weights", pointer.nbytes)
-        return ExpertWeights(router, judge, up.data, up.scale, down.data, down.scale)
+        shape, weights = self._shapes[step.op.output], self._weights[step.op.output]
+        buffers = self._unread if words.prefill else self._buffers
+        forced = None if self._table is None else Forced(*self._table, words.length)
+        run, valid = self._kernels.run, words.rows_there
+        run(shape, weights, buffers, x, out, rows, residual=residual, norm=norm, valid=valid, forced=forced)

@@ -112,9 +112,8 @@ class HostWalk:
         own = logits.behind(skipped)
         # for rows of whose candidates a mask leaves none
         chooser.enqueue(chosen, own, chooser.alone(slot, own) if slot else None)
-        tokens = buffers.drafts.at(4 * self._first, buffers.drafts.nbytes - 4 * self._first)
-        control, counted, sampling = buffers.control, buffers.counted, buffers.sampling
-        walker.walk(logits.behind(self._first), control, counted, tokens, sampling, chosen, slot=slot)
+        tokens, sampling = buffers.drafts.behind(4 * self._first), buffers.sampling
+        walker.walk(logits.behind(self._first), buffers.control, buffers.counted, tokens, sampling, chosen, slot=slot)
         self._gpu.read_into(buffers.drafts.at(4 * skipped, 4 * rows), self._found[slot])
 
 

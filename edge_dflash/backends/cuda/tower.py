@@ -31,7 +31,6 @@ from edge_dflash.model.vision import patch_tables
 from edge_dflash.weights.formats import WeightFormat
 from edge_dflash.weights.stacks import program_stacks
 
-_ACTIVATIONS: Mapping[type[Op], Activation] = {GeluTanh: Activation.GELU_TANH, GeluErf: Activation.GELU_ERF}
 PATCHES, PURPOSE = "patches", "vision tower"  # the input that our kernel makes of levels; of memory
 
 
@@ -131,19 +130,19 @@ class _Steps:
 
     def _product(self, op: Linear) -> None:
         """A linear with what follows it."""
-        folds = self._out.folds
-        (bias,) = self._readers[op.output]
+        folds, (bias,) = self._out.folds, self._readers[op.output]
         if not isinstance(bias, Bias):
             raise BackendError(f"{op.output}: the native backend multiplies with a bias behind it in a tower")
         made, activation, residual = bias.output, Activation.NONE, tuple[str, ...]()
         folds[op.output] = folds[made] = folds[op.inputs[0]]
-        readers = self._readers.get(made, [])
-        if len(readers) == 1 and type(readers[0]) in _ACTIVATIONS:
-            activation, made = _ACTIVATIONS[type(readers[0])], readers[0].output
-        elif len(readers) == 1 and isinstance(readers[0], Add):
-            others = tuple(name for name in readers[0].inputs if name != made)
-            if others[0] in folds:
-                residual, made = others, readers[0].output
+        match self._readers.get(made, []):
+            case [GeluTanh() | GeluErf() as gelu]:
+                activation = Activation.GELU_TANH if isinstance(gelu, GeluTanh) else Activation.GELU_ERF
+                made = gelu.output
+            case [Add() as add]:
+                others = tuple(name for name in add.inputs if name != made)
+                if others[0] in folds:
+                    residual, made = others, add.output
         self._emit(Product((op.inputs[0], *residual), (made,), op.weight, bias.weight, activation))
 
     def _emit(self, step: PassStep) -> None:

@@ -1,4 +1,4 @@
-"""Running everything once behind loading, so that no first cycle pays for loading code."""
+"""Running everything once after loading, so that no first cycle pays for loading code."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ def warm_up(backend: NativeBackend) -> None:
         backend.commit(1)
         backend.flush()
         choose(backend.verify([0]), Sampling(1.0), 0)
-        for slots, graphs in backend.graphs.items():
-            for rows in graphs.verify.graphs if slots > 1 else ():
-                _together(backend, slots, rows - 1)
+        joint = [
+            (slots, rows - 1) for slots, each in backend.graphs.items() if slots > 1 for rows in each.verify.graphs
+        ]
+        for slots, drafts in joint:  # greedy and sampled, in one graph and in separate passes
+            for sampling in (GREEDY, Sampling(1.0, top_p=0.5)):
+                for steering in (None, _Drafts(drafts)):
+                    backend.cycles([Asked(0, sampling, steering, drafts, lane=lane) for lane in range(slots)])
     for lane in range(shape.lanes):
         backend.reset(lane)
     backend.gpu.synchronize()
@@ -44,20 +48,10 @@ class _Drafts:
         self._count = count
 
     def drafts(self, rows: Rows, position: int) -> list[int]:
-        """As many as asked for."""
         return [0] * self._count
 
     def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
-        """Every token may come."""
         return [None] * (len(drafts) + 1)
 
     def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
-        """None is."""
         return []
-
-
-def _together(backend: NativeBackend, slots: int, drafts: int) -> None:
-    """Cycles of so many lanes with so many drafts: greedy and sampled, in one graph and in separate passes."""
-    for sampling in (GREEDY, Sampling(1.0, top_p=0.5)):
-        for steering in (None, _Drafts(drafts)):
-            backend.cycles([Asked(0, sampling, steering, drafts, lane=lane) for lane in range(slots)])

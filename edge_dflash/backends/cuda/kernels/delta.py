@@ -234,16 +234,12 @@ class DeltaKernels:
         )
 
     def _three(self, x: DeltaTensors, layer: DeltaLayer, scratch: DevicePointer, words: Words, own: int) -> None:
-        s, given = self.shape, self._sizes | {"rows": own, "scratch": scratch}
+        s, warps, given = self.shape, _PREPARE_WARPS, self._sizes | {"rows": own, "scratch": scratch}
         given |= {"most_rows": s.most_rows(words.prefill), "commits": int(words.prefill)}
         self._gpu.launch(
             self._prepare,
-            (
-                -(-(2 * s.key_heads + s.value_heads) // _PREPARE_WARPS),
-                -(-(s.rows + own) // _PREPARE_ROWS),
-                words.slots,
-            ),
-            _PREPARE_WARPS * 32,
+            (-(-(2 * s.key_heads + s.value_heads) // warps), -(-(s.rows + own) // _PREPARE_ROWS), words.slots),
+            warps * 32,
             _PREPARE(x, layer, words, **given),
             overlap=True,
         )
@@ -259,8 +255,8 @@ class DeltaKernels:
             return
         self._gpu.launch(
             self._norm,
-            (-(-s.value_heads // _PREPARE_WARPS), -(-own // _NORM_ROWS), words.slots),
-            _PREPARE_WARPS * 32,
+            (-(-s.value_heads // warps), -(-own // _NORM_ROWS), words.slots),
+            warps * 32,
             _NORM(x, layer, words, **given),
             overlap=True,
         )

@@ -80,21 +80,25 @@ class SamplingBuffers:
         every = slots * rows
         slices = every * -(-columns // _SLICE)
         return cls(
-            *(rows, columns, slots, part(SETTINGS.itemsize * slots), part(4 * every * mask_words(columns))),
-            *(part(4 * every * _BINS), part(4 * every * _CHUNKS), part(4 * every), part(_CUT_BYTES * every)),
-            *(part(4 * slices), part(_BEST_BYTES * slices), part(4 * every), part(4 * every)),
+            rows,
+            columns,
+            slots,
+            settings=part(SETTINGS.itemsize * slots),
+            masks=part(4 * every * mask_words(columns)),
+            bins=part(4 * every * _BINS),
+            chunks=part(4 * every * _CHUNKS),
+            tops=part(4 * every),
+            cuts=part(_CUT_BYTES * every),
+            ties=part(4 * slices),
+            bests=part(_BEST_BYTES * slices),
+            arrived=part(4 * every),
+            chosen=part(4 * every),
         )
-
-    @property
-    def mask_bytes(self) -> int:
-        """From a slot's masks to the next one's."""
-        return 4 * self.rows * mask_words(self.columns)
 
     def of_slot(self, slot: int) -> tuple[DevicePointer, DevicePointer]:
         """Settings and masks of the slots from this one on."""
-        skipped, masks = SETTINGS.itemsize * slot, self.mask_bytes * slot
-        settings = self.settings.at(skipped, self.settings.nbytes - skipped)
-        return settings, self.masks.at(masks, self.masks.nbytes - masks)
+        masks = 4 * self.rows * mask_words(self.columns)  # bytes from a slot's to the next one's
+        return self.settings.behind(SETTINGS.itemsize * slot), self.masks.behind(masks * slot)
 
     def clear(self, gpu: Gpu) -> None:
         """Bring everything to the state between launches."""

@@ -68,8 +68,8 @@ class Struct(ctypes.Structure):
         for name, kind in cls._fields_:
             value = _find(name, records, values)
             if issubclass(kind, ctypes.Array):
-                for i, one in enumerate(value):
-                    getattr(made, name)[i] = _word(name, kind._type_, one)
+                pointers = kind._type_ is ctypes.c_void_p
+                getattr(made, name)[: len(value)] = [_word(name, kind._type_, x) for x in value] if pointers else value
             else:
                 setattr(made, name, _word(name, kind, value))
         return made
