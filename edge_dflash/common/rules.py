@@ -23,7 +23,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from edge_dflash.common.suggest import slip_of
 from edge_dflash.errors import RequestError, short
@@ -54,19 +54,6 @@ class FieldError(RequestError):
         self.unknown = unknown
 
 
-class ValueReader(Protocol):
-    """What may stand at a place: a rule, or the rules of what it nests."""
-
-    @property
-    def schema(self) -> Schema:
-        """JSON Schema of it."""
-        ...
-
-    def read(self, value: Any, place: str) -> Any:
-        """The value as the program uses it. Raises FieldError, naming ``place``, the value and what to give."""
-        ...
-
-
 @dataclass(frozen=True)
 class Rule:
     """What a value may be. ``take`` returns it as it is used; it raises ValueError or TypeError to refuse."""
@@ -77,7 +64,7 @@ class Rule:
     none: bool = False  # whether None is taken as it is
 
     def read(self, value: Any, place: str) -> Any:
-        """See :class:`ValueReader`."""
+        """The value as the program uses it. Raises FieldError, naming ``place``, the value and what to give."""
         if value is None and self.none:
             return None
         try:
@@ -104,11 +91,11 @@ class Items:
 
     @property
     def schema(self) -> Schema:
-        """See :class:`ValueReader`."""
+        """As that of :class:`Rule`."""
         return {"type": "array", "items": self.of.schema, **({"minItems": self.least} if self.least else {})}
 
     def read(self, value: Any, place: str) -> list[Any]:
-        """See :class:`ValueReader`."""
+        """As that of :class:`Rule`."""
         if not isinstance(value, list):
             raise FieldError(f"{place} is {short(value)}; give a list", place)
         if len(value) < self.least:
@@ -130,7 +117,7 @@ class Object:
 
     @property
     def schema(self) -> Schema:
-        """See :class:`ValueReader`."""
+        """As that of :class:`Rule`."""
         made: Schema = {"type": "object", "properties": {name: self._field(name) for name in self.fields}}
         if self.needed:
             made["required"] = sorted(self.needed)
@@ -143,7 +130,7 @@ class Object:
         return {"anyOf": [found, {"type": "null"}]}
 
     def read(self, value: Any, place: str = "") -> dict[str, Any]:
-        """The fields that are given; see :class:`ValueReader`."""
+        """The fields that are given, as :meth:`Rule.read`."""
         if not isinstance(value, Mapping):
             raise FieldError(
                 f"{place or 'the document'} is {short(value)}; give a mapping of {', '.join(self.fields)}", place
@@ -176,7 +163,7 @@ class Tagged:
 
     @property
     def schema(self) -> Schema:
-        """See :class:`ValueReader`."""
+        """As that of :class:`Rule`."""
         made = []
         for name, kind in self.kinds.items():
             schema = kind.schema
@@ -185,13 +172,15 @@ class Tagged:
         return {"oneOf": made}
 
     def read(self, value: Any, place: str) -> dict[str, Any]:
-        """See :class:`ValueReader`."""
-        tagged = Object({self.tag: one_of(*self.kinds)}, {self.tag: f"give one of {', '.join(self.kinds)}"})
+        """As that of :class:`Rule`."""
         if not isinstance(value, Mapping):
             raise FieldError(f"{place} is {short(value)}; give an object with {self.tag}", place)
-        found = tagged.read({self.tag: value.get(self.tag)}, place)
+        tag = one_of(*self.kinds).read(value.get(self.tag), f"{place}.{self.tag}")
         rest = {name: item for name, item in value.items() if name != self.tag}
-        return {**found, **self.kinds[found[self.tag]].read(rest, place)}
+        return {self.tag: tag, **self.kinds[tag].read(rest, place)}
+
+
+ValueReader: TypeAlias = Rule | Items | Object | Tagged
 
 
 def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,103 +216,41 @@ def unknown_name(name: str, known: Mapping[str, ValueReader], before: str | None
 # Rules ----------------------------------------------------------------------------------------------------------------
 
 
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        from numpy import bool_  # here, because a grammar's process imports this module, and little else
+def such(test: Callable[[Any], bool], accepted: str, schema: Schema | None = None) -> Rule:
+    """A value that passes a test, as it is."""
 
-        if not isinstance(value, bool_):
-            raise TypeError
-    return bool(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def _line(value: Any) -> str:
-    if not _text(value).strip():
-        raise ValueError
-    return str(value)
-
-
-def _path(value: Any) -> Any:
-    if not isinstance(value, str | os.PathLike) or not isinstance(found := os.fspath(value), str):
-        raise TypeError
-    if "\0" in found:
-        raise ValueError
-    return value
-
-
-def _called(value: Any) -> Any:
-    if not callable(value):
-        raise TypeError
-    return value
-
-
-def _texts(value: Any) -> Any:
-    found = value if isinstance(value, str) else sequence_of(str, "").take(value)
-    if not all([found] if isinstance(found, str) else found):
-        raise ValueError
-    return found
-
-
-FLAG = Rule(_flag, "give True or False", {"type": "boolean"})
-TEXT = Rule(_text, "give a text", {"type": "string"})
-LINE = Rule(_line, "give text in quotes, not blank", {"type": "string"})
-TEXTS = Rule(_texts, "give a text, or several, none of them empty")
-PATH = Rule(_path, "give a path, as text without NUL or as a path object")
-FUNCTION = Rule(_called, "give a function")
-
-
-def as_json(rule: Rule) -> Rule:
-    """The rule where null counts as absent, in JSON's and TOML's words."""
-    return replace(rule, none=False, wanted="give true or false" if rule.take is _flag else rule.wanted)
-
-
-def whole(low: float = -math.inf, high: float = math.inf) -> Rule:
-    """A whole number of a range."""
-
-    def take(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
+    def take(value: Any) -> Any:
+        if not test(value):
             raise ValueError
-        return int(value)
+        return value
 
-    return Rule(take, f"give a whole number{_range(low, high)}", {"type": "integer", **_bounds(low, high)})
-
-
-def number(low: float = -math.inf, high: float = math.inf) -> Rule:
-    """A number of a range; infinity is one where the range has it."""
-
-    def take(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, Real) or not low <= float(value) <= high:
-            raise ValueError
-        return float(value)
-
-    return Rule(take, f"give a number{_range(low, high)}", {"type": "number", **_bounds(low, high)})
+    return Rule(take, f"give {accepted}", schema or {})
 
 
-def _range(low: float, high: float) -> str:
-    if high < math.inf:
-        return f" from {low} to {high}"
-    return f" of at least {low}" if low > -math.inf else ""
+def instance_of(kind: type, accepted: str) -> Rule:
+    """An object of a class."""
+    return such(lambda value: isinstance(value, kind), accepted)
 
 
-def _bounds(low: float, high: float) -> Schema:
-    bounds = {"minimum": low, "maximum": high}
-    return {name: value for name, value in bounds.items() if math.isfinite(value)}
+def having(methods: Iterable[str], accepted: str) -> Rule:
+    """An object with these methods."""
+    return such(lambda value: all(callable(getattr(value, method, None)) for method in methods), accepted)
 
 
 def one_of(*accepted: str) -> Rule:
     """One of some texts."""
+    words = f"one of {', '.join(accepted)}"
+    return such(lambda value: isinstance(value, str) and value in accepted, words, {"enum": list(accepted)})
 
-    def take(value: Any) -> str:
-        if not isinstance(value, str) or value not in accepted:
-            raise ValueError
-        return value
 
-    return Rule(take, f"give one of {', '.join(accepted)}", {"enum": list(accepted)})
+def only(why: str, *accepted: object) -> Rule:
+    """A field that is known and has one meaning here: everything but ``accepted`` is refused, not dropped."""
+
+    def same(value: Any) -> bool:  # 1 and 1.0 are equal, 1 and True are not
+        return any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in accepted)
+
+    schema = {"enum": list(accepted), "description": why} if accepted else {"type": "null"}
+    return replace(such(same, "", schema), wanted=why)
 
 
 def either(first: Rule, second: Rule, accepted: str) -> Rule:
@@ -338,15 +265,25 @@ def either(first: Rule, second: Rule, accepted: str) -> Rule:
     return Rule(take, f"give {accepted}", first.schema)
 
 
-def only(why: str, *accepted: object) -> Rule:
-    """A field that is known and has one meaning here: everything but ``accepted`` is refused, not dropped."""
+def whole(low: float = -math.inf, high: float = math.inf) -> Rule:
+    """A whole number of a range."""
+    return _ranged(Integral, int, "whole number", "integer", low, high)
 
-    def take(value: Any) -> Any:  # 1 and 1.0 are equal, 1 and True are not
-        if not any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in accepted):
+
+def number(low: float = -math.inf, high: float = math.inf) -> Rule:
+    """A number of a range; infinity is one where the range has it."""
+    return _ranged(Real, float, "number", "number", low, high)
+
+
+def _ranged(kind: Any, made: Any, word: str, schema_type: str, low: float, high: float) -> Rule:
+    def take(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, kind) or not low <= made(value) <= high:
             raise ValueError
-        return value
+        return made(value)
 
-    return Rule(take, why, {"enum": list(accepted), "description": why} if accepted else {"type": "null"})
+    bounds = {name: end for name, end in (("minimum", low), ("maximum", high)) if math.isfinite(end)}
+    where = f" from {low} to {high}" if "maximum" in bounds else f" of at least {low}" if bounds else ""
+    return Rule(take, f"give a {word}{where}", {"type": schema_type, **bounds})
 
 
 def sequence_of(kind: type, accepted: str) -> Rule:
@@ -362,27 +299,37 @@ def sequence_of(kind: type, accepted: str) -> Rule:
     return Rule(take, f"give {accepted}")
 
 
-def instance_of(kind: type, accepted: str) -> Rule:
-    """An object of a class."""
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        from numpy import bool_  # here, because a grammar's process imports this module, and little else
 
-    def take(value: Any) -> Any:
-        if not isinstance(value, kind):
+        if not isinstance(value, bool_):
             raise TypeError
-        return value
-
-    return Rule(take, f"give {accepted}")
+    return bool(value)
 
 
-def having(methods: Iterable[str], accepted: str) -> Rule:
-    """An object with these methods."""
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) and isinstance(name := os.fspath(value), str) and "\0" not in name
 
-    def take(value: Any) -> Any:
-        if not all(callable(getattr(value, method, None)) for method in methods):
-            raise TypeError
-        return value
 
-    return Rule(take, f"give {accepted}")
+def _texts(value: Any) -> Any:
+    found = value if isinstance(value, str) else sequence_of(str, "").take(value)
+    if not all([found] if isinstance(found, str) else found):
+        raise ValueError
+    return found
 
+
+def as_json(rule: Rule) -> Rule:
+    """The rule where null counts as absent, in JSON's and TOML's words."""
+    return replace(rule, none=False, wanted="give true or false" if rule.take is _flag else rule.wanted)
+
+
+FLAG = Rule(_flag, "give True or False", {"type": "boolean"})
+TEXT = such(lambda value: isinstance(value, str), "a text", {"type": "string"})
+LINE = such(lambda value: bool(TEXT.take(value).strip()), "text in quotes, not blank", {"type": "string"})
+TEXTS = Rule(_texts, "give a text, or several, none of them empty")
+PATH = such(_is_path, "a path, as text without NUL or as a path object")
+FUNCTION = such(callable, "a function")
 
 # Texts ----------------------------------------------------------------------------------------------------------------
 

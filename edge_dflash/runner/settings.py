@@ -53,7 +53,7 @@ def _recording(value: Any) -> Recording:
 
 
 def setting(default: Any, rule: Rule, doc: str, **toml: Any) -> Any:
-    """A setting. ``toml``: what differs there: its ``key``, the ``unit`` of its numbers, how ``none`` is said."""
+    """A setting. ``toml``: its ``key`` and ``unit`` there, if others; how ``none`` is said, and what it means."""
     return field(default=default, metadata={"rule": rule, "doc": doc, "toml": toml})
 
 
@@ -75,7 +75,7 @@ class EngineSettings:
         "Requests that may wait, half of them of one caller; more are answered with 429 and Retry-After.",
     )
     prefix_bytes: int = setting(
-        512 << 20, rules.whole(0), "MiB of states of system prompts that are kept for the next request.",
+        512 << 20, rules.whole(0), "Most memory for states of system prompts that are kept for the next request.",
         key="prefix_mib", unit=1 << 20,
     )  # fmt: skip
     fallback: bool = setting(
@@ -83,9 +83,11 @@ class EngineSettings:
         "costs more than it gives; the output is the same. Without it, all.",
     )  # fmt: skip
     drafts: int | None = setting(
-        None, rules.whole(0).or_none(),
-        "Drafts that a cycle verifies, whatever was measured: 0 decodes plainly. -1: not said.", none=-1,
-    )  # fmt: skip
+        None,
+        rules.whole(0).or_none(),
+        "Drafts that a cycle verifies, whatever was measured; 0 decodes plainly.",
+        none=(-1, "as many as were measured to give most tokens a second"),
+    )
     images: int = setting(MOST_IMAGES, rules.whole(0), "Images of a request that sees. 0: none are taken.")
     image_pixels: int = setting(
         DEFAULT_LIMITS.pixels, rules.whole(1),
@@ -115,10 +117,11 @@ class OpenSettings(EngineSettings):
     """Settings of ``Planner.open``."""
 
     lanes: int | None = setting(
-        None, rules.whole(1, MOST_LANES).or_none(),
-        f"Requests that run at a time, 1 to {MOST_LANES}, each with the tokens that it has alone. 0: as many as the "
-        "bundle was built for.", none=0,
-    )  # fmt: skip
+        None,
+        rules.whole(1, MOST_LANES).or_none(),
+        f"Requests that run at a time, 1 to {MOST_LANES}, each with the tokens that it has alone.",
+        none=(0, "as many as the bundle was built for"),
+    )
     drafter: bool = setting(
         True, FLAG, "False loads the target alone, without the bundle's drafter: plain decoding in less memory."
     )

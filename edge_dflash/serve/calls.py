@@ -49,9 +49,10 @@ def chat_call(body: Given, config: ServeConfig) -> Call:
     """Read the body of ``/v1/chat/completions``. Raises Refusal."""
     given = _read(bodies.chat(config.limits.new_tokens), body)
     messages, options = conversation(given["messages"]), _tools(given, body)
-    if (wanted := given.get("logprobs")) is None and given.get("top_logprobs"):
-        _refuse("top_logprobs", given["top_logprobs"], "it needs logprobs: true")
-    options["logprobs"] = given.get("top_logprobs", 0) if wanted else None
+    alternatives = given.get("top_logprobs", 0)
+    if alternatives and not given.get("logprobs"):
+        _refuse("top_logprobs", alternatives, "it needs logprobs: true")
+    options["logprobs"] = alternatives if given.get("logprobs") else None
     options["thinking"] = _thinking(given, config.defaults.thinking)
     call = _call(given, messages, options, config, chat=True)
     if call.session is None:  # else its earlier messages count, too

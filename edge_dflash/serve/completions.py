@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -159,7 +159,7 @@ class Running:
         outcome = "disconnected"
         try:
             await self._send(send, {"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            ended = await self._events(send)
+            ended = await self._events(partial(self._data, send))
             outcome = outcome if self.disconnected else ended  # asked now: the end itself looks like leaving
             await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
         except _GoneError:
@@ -174,39 +174,32 @@ class Running:
         self._service.metrics.ended("chat" if self.call.chat else "completions", outcome)
         self._state["outcome"] = outcome
 
-    async def _events(self, send: Send) -> str:
+    async def _events(self, data: Callable[[bytes], Awaitable[None]]) -> str:
         """Send them; returns the outcome."""
         try:
             for chunk in self.writer.opening():
-                await self._event(send, chunk)
+                await data(_event(chunk))
             async with aclosing(merged(self.streams, ALIVE)) as parts:
                 async for part in parts:
-                    await self._piece(send, part)
+                    if part is None:
+                        await data(b": working\n\n")
+                        continue
+                    for choice in range(part[0], self.call.n, len(self.streams)):  # all that are made of this stream
+                        piece = self.writer.piece(part[1], choice)
+                        if piece is not None and not self.disconnected:
+                            await data(_event(piece))
             plans, details = await self.finish()
             for chunk in self.writer.closing(plans, details):
-                await self._event(send, chunk)
+                await data(_event(chunk))
             outcome: str = plans[0].finish_reason
         except _GoneError:
             raise
         except Exception as error:
             self._state["refused"] = refused = self._service.refusal(error)
-            await self._event(send, refused.body)
+            await data(_event(refused.body))
             outcome = refused.code or "refused"
-        await self._data(send, b"data: [DONE]\n\n")
+        await data(b"data: [DONE]\n\n")
         return outcome
-
-    async def _piece(self, send: Send, part: tuple[int, Increment] | None) -> None:
-        """Send an increment, to all choices that are made of its stream; without one, a comment."""
-        if part is None:
-            await self._data(send, b": working\n\n")
-            return
-        for choice in range(part[0], self.call.n, len(self.streams)):
-            piece = self.writer.piece(part[1], choice)
-            await self._event(send, None if self.disconnected else piece)
-
-    async def _event(self, send: Send, value: dict[str, Any] | None) -> None:
-        if value is not None:
-            await self._data(send, b"data: " + dump(value) + b"\n\n")
 
     async def _data(self, send: Send, data: bytes) -> None:
         await self._send(send, {"type": "http.response.body", "body": data, "more_body": True})
@@ -216,6 +209,10 @@ class Running:
             await asyncio.wait_for(send(message), self._service.config.timeouts.write)
         except (TimeoutError, OSError):
             raise _GoneError from None
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + dump(value) + b"\n\n"
 
 
 async def _ended(stream: AsyncPlanStream) -> Plan | None:

@@ -261,7 +261,7 @@ def keys_of(section: type[Any]) -> Iterator[TomlKey]:
 
 def _key(one: Field[Any]) -> TomlKey:
     rule, toml = one.metadata["rule"], one.metadata["toml"]
-    unit, none = toml.get("unit", 1), toml.get("none")
+    unit, (none, meant) = toml.get("unit", 1), toml.get("none", (None, ""))
 
     def take(value: Any) -> Any:
         if type(value) is not int:
@@ -270,7 +270,8 @@ def _key(one: Field[Any]) -> TomlKey:
 
     default = none if one.default is None else one.default // unit if unit > 1 else one.default
     wanted = as_json(rule).wanted + ("" if none is None else f", or {none}")
-    return TomlKey(toml.get("key", one.name), one.name, Rule(take, wanted), default, one.metadata["doc"])
+    doc = one.metadata["doc"] + ("" if none is None else f" {none}: {meant}.")
+    return TomlKey(toml.get("key", one.name), one.name, Rule(take, wanted), default, doc)
 
 
 SECTIONS: Mapping[str, type[Any]] = {

@@ -47,27 +47,12 @@ class SystemdNotifier:
         """Talk to ``address``, a path or ``@`` and an abstract name (of NOTIFY_SOCKET); else to nobody."""
         self._address = address if address and address[0] in "/@" else None
 
-    def ready(self) -> None:
-        """The service answers requests from now on."""
-        self._send("READY=1")
-
-    def reloading(self) -> None:
-        """A reload begins; READY=1 ends it."""
-        self._send(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
-
     def status(self, text: str) -> None:
         """One line for ``systemctl status``."""
-        self._send("STATUS=" + " ".join(text.split()))
+        self.say("STATUS=" + " ".join(text.split()))
 
-    def watchdog(self) -> None:
-        """The engine works, or has nothing to do."""
-        self._send("WATCHDOG=1")
-
-    def stopping(self) -> None:
-        """The service ends; no new requests are taken."""
-        self._send("STOPPING=1")
-
-    def _send(self, message: str) -> None:
+    def say(self, message: str) -> None:
+        """Send a state: READY=1, RELOADING=1, WATCHDOG=1 or STOPPING=1."""
         if self._address is None:
             return
         name = "\0" + self._address[1:] if self._address[0] == "@" else self._address
@@ -160,14 +145,14 @@ class Service:
     def open_doors(self) -> None:
         """Answer requests from now on."""
         self.state = "ready"
-        self.notifier.ready()
+        self.notifier.say("READY=1")
         self.notifier.status(f"serving {self.config.model}")
 
     async def reload(self) -> None:
         """Save the sessions; one whose turn runs is saved when it ends. A stop saves them anyway."""
         if self.state != "ready" or self.sessions is None:
             return
-        self.notifier.reloading()
+        self.notifier.say(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
             for problem in await self.on_thread(partial(self.sessions.save_all, soon=True)):
                 log.error("not saved: %s", problem)
@@ -177,7 +162,7 @@ class Service:
             log.exception("reload: sessions are not saved")
         finally:
             if self.state == "ready":  # and not stopping meanwhile
-                self.notifier.ready()
+                self.notifier.say("READY=1")
 
     # Watching ---------------------------------------------------------------------------------------------------------
 
@@ -213,7 +198,7 @@ class Service:
                 self.notifier.status(f"failed: {type(failure).__name__}: {failure}")
                 return failure
             if self.pulse.feeds(planner.waiting):
-                self.notifier.watchdog()
+                self.notifier.say("WATCHDOG=1")
             if self.state == "ready":
                 what = f"serving {self.config.model}: {self.pulse.jobs} running, {planner.waiting} waiting"
                 if what != said:
@@ -265,7 +250,7 @@ class Service:
         if self.state == "draining":
             return
         self.state = "draining"
-        self.notifier.stopping()
+        self.notifier.say("STOPPING=1")
         self.notifier.status("stopping: waiting for the running request")
         began = time.monotonic()
         until = began + self.config.timeouts.drain

@@ -56,7 +56,7 @@ class Sessions:
         self._files = SessionFiles(directory, saved_limit)
         self._limit = limit
         self._save = save
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # a user let go
         self._slots: OrderedDict[str, _Slot] = OrderedDict()  # used longest ago first
 
     def __len__(self) -> int:
@@ -67,10 +67,10 @@ class Sessions:
         slot = self._slot(name)
         try:
             until = time.monotonic() + _LETS_GO
-            while not (session := self._held(name, slot)):
-                if time.monotonic() > until:
-                    raise _busy(name)
-                time.sleep(0.005)
+            while (session := self._held(name, slot)) is None:
+                with self._changed:
+                    if not self._changed.wait_for(lambda: not slot.held, until - time.monotonic()):
+                        raise _busy(name)
             return session
         except BaseException:
             self._let_go(name, slot)
@@ -78,9 +78,10 @@ class Sessions:
 
     def release(self, name: str) -> None:
         """A request has no more to do with it; it is saved if that was put off."""
-        with self._lock:
+        with self._changed:
             slot = self._slots[name]
             slot.held, due, slot.due = False, slot.due, False
+            self._changed.notify_all()
         try:
             if due and (problem := self._saved(name, slot)):
                 log.error("not saved: %s", problem)
@@ -89,14 +90,14 @@ class Sessions:
 
     def entries(self) -> list[dict[str, Any]]:
         """All names, open and saved."""
-        with self._lock:
+        with self._changed:
             opened = {name: slot for name, slot in self._slots.items() if slot.session is not None}
         names = sorted({*opened, *self._files.names()})
         return [self._entry(name, opened.get(name)) for name in names]
 
     def info(self, name: str) -> dict[str, Any]:
         """One session; with messages and tokens when it is open. Raises Refusal for an unknown name."""
-        with self._lock:
+        with self._changed:
             slot = self._slots.get(name)
         if slot is None or slot.session is None:
             if not self._files.has(name):
@@ -111,7 +112,7 @@ class Sessions:
 
         ``replace``: under ``to`` may be an earlier state of this session. Raises Refusal for what else is there.
         """
-        with self._lock:
+        with self._changed:
             if (slot := self._slots.get(name)) is None:
                 raise _unknown(name)
             used = {name: slot}
@@ -150,16 +151,13 @@ class Sessions:
     def delete(self, name: str) -> None:
         """Forget a session and its file. Raises Refusal for an unknown name."""
         until = time.monotonic() + _LETS_GO
-        while True:
-            with self._lock:
-                slot = self._slots.get(name)
-                if slot is None or not slot.users:
-                    found = self._files.remove(name)  # first: where it fails nothing has changed
-                    self._slots.pop(name, None)
-                    break
-            if slot.session is None or slot.session.busy or time.monotonic() > until:
-                raise _busy(name)
-            time.sleep(0.005)  # the request that held it has ended, or was cancelled
+        with self._changed:
+            while (slot := self._slots.get(name)) is not None and slot.users:
+                running = slot.session is None or slot.session.busy
+                if running or not self._changed.wait(until - time.monotonic()):  # who held it has ended, and lets it go
+                    raise _busy(name)
+            found = self._files.remove(name)  # first: where it fails nothing has changed
+            self._slots.pop(name, None)
         if slot is None and not found:
             raise _unknown(name)
         if slot is not None and slot.session is not None:
@@ -169,7 +167,7 @@ class Sessions:
         """Save what is not saved; returns what went wrong. ``soon``: one whose turn runs is saved when that ends."""
         if self._save == "never":
             return []
-        with self._lock:
+        with self._changed:
             for slot in self._slots.values() if soon else ():
                 slot.due = slot.session is not None and slot.session.busy
             names = [name for name, slot in self._slots.items() if not (soon and slot.due)]
@@ -177,7 +175,7 @@ class Sessions:
 
     def _saved_if_there(self, name: str) -> str:
         """Save a session if it is there and not saved, and keep it there meanwhile; returns what went wrong."""
-        with self._lock:
+        with self._changed:
             if (slot := self._slots.get(name)) is None:
                 return ""
             slot.users += 1
@@ -206,7 +204,7 @@ class Sessions:
 
     def _slot(self, name: str) -> _Slot:
         """The slot of a name, with one more user; another one is closed if there are too many."""
-        with self._lock:
+        with self._changed:
             if name not in self._slots and len(self._slots) >= self._limit:
                 self._evict()
             slot = self._slots.setdefault(name, _Slot())
@@ -227,8 +225,9 @@ class Sessions:
 
     def _let_go(self, name: str, slot: _Slot) -> None:
         """One user less; a slot that nobody uses and that came to nothing is dropped."""
-        with self._lock:
+        with self._changed:
             slot.users -= 1
+            self._changed.notify_all()
             if slot.users or (slot.session is not None and slot.session.tokens):
                 return
             if slot.session is not None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from fakes import FakeBackend
+from paths import ROOT
 from service_support import fake_service, live
 
 from edge_dflash.decode.accept import Relaxation
@@ -84,6 +88,11 @@ def test_a_message_names_the_value_and_what_is_accepted(planner):
         planner.plan(PROMPT, stop=None)
     with pytest.raises(RequestError, match=r"^speculative is 'x{56}\.\.\.; give True or False$"):
         planner.plan(PROMPT, speculative="x" * 1000)
+
+
+def test_the_documented_table_is_that_of_the_options():
+    command = [sys.executable, str(ROOT / "docs" / "options_page.py"), "--check"]
+    assert subprocess.run(command, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,7 @@ def test_a_filter_is_not_lost_beside_another():
     made = call(temperature=1.0, top_p=0, edge_dflash={"top_k": 40})
     assert (made.options["top_k"], made.options["top_p"]) == (1, 1.0)
     assert call(top_k=7).options["top_k"] == call(edge_dflash={"top_k": 7}).options["top_k"] == 7
+    assert call(user="u" * 99).options["caller"] == "u" * 64
     assert call(top_k=0).options["top_k"] == call(top_k=-1).options["top_k"] == 0
 
 

@@ -53,7 +53,7 @@ def test_requests_are_answered_and_the_watchdog_goes_hungry(tmp_path, monkeypatc
             assert "MemoryError: no memory" in reply.json()["error"]["message"]
         failure = asyncio.run(asyncio.wait_for(service.watch(), SECONDS))
         assert isinstance(failure, MemoryError)
-        assert "FED" not in notifier.said
+        assert "WATCHDOG" not in notifier.said
         assert notifier.said[-1] == "failed: MemoryError: no memory"
         assert client.get("/ready").status_code == 503
         assert client.get("/health").json()["status"] == "failed"

@@ -116,10 +116,10 @@ def test_tokens_a_second_are_those_of_the_last_seconds():
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("lanes", 9, "engine.lanes is 9; give 0 to 8"),
-        ("lanes", -1, "engine.lanes is -1; give 0 to 8"),
-        ("prompt_share", 0.0, "engine.prompt_share is 0.0; give 0.01 to 1"),
-        ("prompt_share", 1.5, "engine.prompt_share is 1.5; give 0.01 to 1"),
+        ("lanes", 9, "engine.lanes is 9; give a whole number from 1 to 8, or 0"),
+        ("lanes", -1, "engine.lanes is -1; give a whole number from 1 to 8, or 0"),
+        ("prompt_share", 0.0, "engine.prompt_share is 0.0; give a number from 0.01 to 1"),
+        ("prompt_share", 1.5, "engine.prompt_share is 1.5; give a number from 0.01 to 1"),
     ],
 )
 def test_settings_of_lanes_have_ranges(key, value, said):
