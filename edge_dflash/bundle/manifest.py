@@ -103,13 +103,13 @@ class Manifest:
     files: Mapping[str, FileEntry]  # every file of the bundle but manifest.json, by relative path
     plans: EngineFiles | None = None  # of the tensorrt backend
     no_self_test: str | None = None  # why selftest.json is not among the files
-    standby: tuple[str, ...] = ()  # other backends that are aboard; they read the same weights
+    standby: tuple[str, ...] = ()  # other backends of the bundle; they read the same weights
     trial: Trial | None = None  # of two backends
     lanes: int = 1  # sequences at once, where nobody says how many; keys with these values are left out
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """All backends that are aboard."""
+        """All backends of the bundle."""
         return ordered((self.backend, *self.standby))
 
     @property

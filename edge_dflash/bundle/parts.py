@@ -2,7 +2,7 @@
 
 A weight ``target.layers.3.mlp.gate_proj`` is stored as tensors named by it and ModelOpt's suffixes: ``.weight`` (BF16,
 F32, F8_E4M3, or U8 for packed E2M1 pairs), ``.weight_scale``, ``.weight_scale_2``, ``.input_scale``. A bundle that the
-native backend reads holds its linears repacked as stacks instead, whatever else is aboard: each as the tensors
+native backend reads holds its linears repacked as stacks instead, whatever other backend it has: each as the tensors
 ``KEY.data`` (bytes; NVFP4: ``KEY.words``, or ``KEY.pairs`` where words hold a pair a byte) and ``KEY.scale`` (FP32
 factors of the rows' sums).
 """

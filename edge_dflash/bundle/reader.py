@@ -124,7 +124,7 @@ class Bundle:
         return self.manifest.kv_scales.get(state, (1.0, 1.0))
 
     def require(self, *, backend: str, archs: Collection[str]) -> None:
-        """Raise BundleError unless ``backend`` is aboard and the bundle was built for one of ``archs``."""
+        """Raise BundleError unless the bundle has ``backend`` and the bundle was built for one of ``archs``."""
         held, arch = self.manifest.backends, self.manifest.arch
         for field, found, wanted, fits in (
             ("backend", ",".join(held), (backend,), backend in held),

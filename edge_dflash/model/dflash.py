@@ -153,7 +153,7 @@ def _read_masks(fields: Fields, dflash: Fields, layers: int) -> tuple[DrafterLay
 
 
 def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
-    """``use_sliding_window`` is not asked beside ``layer_types``: published drafters set it or leave it out.
+    """``use_sliding_window`` is not asked next to ``layer_types``: published drafters set it or leave it out.
 
     Without the list it means what it means to transformers: layers from ``max_window_layers`` on slide.
     """

@@ -192,7 +192,7 @@ class GroupedConv(DenseOp):
     """Inputs (u [rows, H], c [rows, 2 * taps * H / group_size]): causal convolution over the rows of a block.
 
     With b = ``base`` [2, taps, H] and c seen as d [rows, 2, taps, groups], both taken at ``side`` (0 before a sublayer,
-    1 behind it): y[r, ch] = sum over t of (b[t, ch] + d[r, t, ch // group_size]) u[r - t, ch]. Terms with r < t are
+    1 after it): y[r, ch] = sum over t of (b[t, ch] + d[r, t, ch // group_size]) u[r - t, ch]. Terms with r < t are
     zero: the anchor, row 0 of the block, has no row before it. Summed from t = 0 on, one rounding.
     """
 

@@ -2,7 +2,7 @@
 
 Keys of the layers lie in ``transformer_layer_config``. Taps are numbered as transformers numbers hidden states: 0 is
 the embedding, and a layer's is one more than z-lab's. How many layers the target has is not written. Files that are
-older than ``sample_from_anchor`` draft from the rows behind the anchor, those of DSpark included.
+older than ``sample_from_anchor`` draft from the rows after the anchor, those of DSpark included.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ _INTERLEAVED = only("mrope_interleaved", True, None, why="positions in sections 
 
 
 def has_tower(directory: Path, config: Mapping[str, Any]) -> bool:
-    """Whether config.json and the files beside it describe a tower."""
+    """Whether config.json and the files next to it describe a tower."""
     if not config.get("vision_config") or config.get("language_model_only") is True:
         return False
     return is_there(directory / FLAT_FILE) or (

@@ -241,7 +241,7 @@ class _Part:
         return self._reader.wide(tensor, spec.shape, half=spec.kind in ("vector", "conv"))
 
     def kv_scale(self, state: str) -> tuple[float, float] | None:
-        """FP8 scales (k, v) of ``<model>.layers.<i>.kv``, 1.0 for one that is missing beside the other."""
+        """FP8 scales (k, v) of ``<model>.layers.<i>.kv``, 1.0 for one that is missing."""
         prefix = self._prefix + state.removeprefix(f"{self._model}.").removesuffix(".kv")
         scales = (self._names.k_scales, self._names.v_scales)
         k, v = (next((t for n in names if (t := f"{prefix}.{n}") in self.tensors), None) for names in scales)

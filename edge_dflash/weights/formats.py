@@ -183,7 +183,7 @@ class Format:
     bits: int  # of a value
     block: int = 0  # values along K that share a block scale; 0: no block scales
     block_scale_bytes: int = 0
-    scales: Literal["none", "tensor", "channel"] = "none"  # FP32 factors beside them; at most so many
+    scales: Literal["none", "tensor", "channel"] = "none"  # most FP32 factors next to them
     wished: bool = True  # a recipe may ask for it
     streamed: str | None = None  # form in which the native kernels read it; None: they do not take it
     tensorrt: int = 0  # first SM on which TensorRT takes it
@@ -197,7 +197,7 @@ class Format:
         return self.weight is not WideWeight
 
     def row_bytes(self, values: int) -> int:
-        """Bytes of so many values of a row with their block scales."""
+        """Bytes of some values of a row with their block scales."""
         scales = values // self.block * self.block_scale_bytes if self.block else 0
         return values * self.bits // 8 + scales
 

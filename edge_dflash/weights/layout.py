@@ -303,7 +303,7 @@ BLOCK_BYTES = 8 << 20  # of source rows in a block
 
 
 def row_blocks(weights: Sequence[Weight], layout: Layout, nbytes: int = BLOCK_BYTES) -> Iterator[tuple[Weight, ...]]:
-    """Views of a stack's rows whose :func:`pack` results, one behind the other, are the whole stack's.
+    """Views of a stack's rows whose :func:`pack` results, one after the other, are the whole stack's.
 
     ``weights`` are those of ``layout``, in order. A block has about ``nbytes`` of source.
     """

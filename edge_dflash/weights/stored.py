@@ -29,7 +29,7 @@ _FORMS: Mapping[str, tuple[str, ...]] = {
 _REFUSED = ("weight_zero_point", "weight_g_idx")  # of forms that are not read
 SUFFIXES = tuple(dict.fromkeys([*(suffix for form in _FORMS.values() for suffix in form), *_REFUSED]))
 
-INT4 = "int4"  # in messages, beside the names of formats
+INT4 = "int4"  # in messages, next to the names of formats
 INT4_BITS, INT4_KIND = 4, "int"  # num_bits and type of compressed-tensors
 INT4_SPELLED = "num_bits 4 and type int (W4A16, of drafters)"
 PER_WORD = 8
@@ -38,7 +38,7 @@ _AT_ONCE = 1 << 22  # made at a time
 
 
 def in_groups(size: int) -> str:
-    """How messages call integers with a scale for so many inputs; a scale for a row is plain INT4."""
+    """How messages call integers with a scale per ``size`` inputs; a scale for a row is plain INT4."""
     return f"{INT4} in groups of {size}"
 
 

@@ -159,10 +159,12 @@ def test_modelopt_globs_exclude_modules(make):
     content["quantization"]["exclude_modules"] = ["lm_head", "*.conv1d", "*in_proj_a", "*in_proj_b", "*embed_tokens"]
     file.write_text(json.dumps(content))
     c.open()
-    content["quantization"]["exclude_modules"].append("model.language_model.layers.0*")
-    file.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"layers\.0\..* is stored as nvfp4, its quantization config says wide"):
-        c.open()
+    named = content["quantization"]["exclude_modules"]
+    for excluded in ("model.language_model.layers.0*", "model.language_model.layers.0"):  # a module, and all below it
+        content["quantization"]["exclude_modules"] = [*named, excluded]
+        file.write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=r"layers\.0\..* is stored as nvfp4, its quantization .* says wide"):
+            c.open()
 
 
 def test_an_unknown_quantization_is_refused(make):
