@@ -392,11 +392,10 @@ def test_masks_do_not_depend_on_paths_that_were_left():
 
 
 def test_a_grammar_that_turns_out_too_complex_is_an_error_that_leaves_the_walker_where_it_was():
-    constraint = regex("(a|b)*c(a|b){14}")
-    rng = random.Random(3)
+    constraint = regex("a{40}c(a|b){14}")
     for _ in range(40):
-        assert constraint.push(SPELLING.index(rng.choice([b"a", b"b"])))
-    for failing in (constraint.allowed, constraint.forced, lambda: constraint.push(SPELLING.index(b"a"))):
+        assert constraint.push(SPELLING.index(b"a"))
+    for failing in (constraint.allowed, constraint.forced, lambda: constraint.push(SPELLING.index(b"c"))):
         constraint._matcher.consume_token(END_ID)  # what an error of the library looks like: it does not leave it
         constraint.forget()
         with pytest.raises(RequestError, match="cannot go on after 40 tokens"):
