@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
 import pytest
+from grammar_support import compile_schema
 from random_words import random_words
 from synthetic import CONFIGS
 
 from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.bench.random_pair import (
     KV_SCALE,
+    LEAST,
     Making,
     RandomWeights,
     kind_recipe,
     pair_names,
     stack_rms,
     synthetic_pair,
+    synthetic_tokenizer,
 )
+from edge_dflash.bench.subjects import SCENE_STEPS, STEPS, WORDS
+from edge_dflash.decode.sampling import unpack as unpack_mask
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_pair
@@ -188,3 +194,58 @@ def test_synthetic_pairs_are_those_of_the_published_configs(name):
 def test_unknown_pairs_are_refused_with_the_names():
     with pytest.raises(RequestError, match=r"'qwen3-27b'; there are qwen3.6-27b, qwen3.5-9b, qwen3.5-4b, qwen3-8b"):
         synthetic_pair("qwen3-27b")
+
+
+SIZE = 20_000
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return synthetic_tokenizer(SIZE, WORDS)
+
+
+def test_it_has_exactly_as_many_ids_as_the_model(tokenizer):
+    assert tokenizer.size == SIZE
+    assert tokenizer.eos_token_id == SIZE - 1
+    assert len({tokenizer.token(index) for index in range(SIZE)}) == SIZE
+    assert synthetic_tokenizer(SIZE, WORDS).to_json() == tokenizer.to_json()
+
+
+def test_its_words_are_as_long_as_those_of_real_vocabularies(tokenizer):
+    lengths = [len(tokenizer.token(index)) for index in range(1000, SIZE - 1)]
+    assert 6 < np.mean(lengths) < 8
+    assert max(lengths) <= 14
+
+
+def test_a_plan_is_a_few_tokens_a_step_and_any_text_comes_back(tokenizer):
+    step = '{"action":"navigate","target":"red_toolbox"},'
+    assert len(tokenizer.encode(step)) <= 12
+    assert tokenizer.decode(tokenizer.encode(step)) == step
+    for text in ("kitchen table 42", "Größe: 5 µm\n\t☃"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_one_that_holds_no_words_is_refused():
+    with pytest.raises(RequestError, match=f"of 300 ids is too small; give at least {LEAST}"):
+        synthetic_tokenizer(300)
+
+
+def test_random_choices_make_steps_without_end(tokenizer):
+    grammar = compile_schema(SCENE_STEPS.schema, tokenizer, SIZE, [SIZE - 1]).constraint()
+    rng, tokens = np.random.default_rng(0), []
+    for _ in range(500):
+        allowed = np.flatnonzero(unpack_mask(grammar.masks(())[0], SIZE))
+        assert SIZE - 1 not in allowed
+        tokens.append(int(rng.choice(allowed)))
+        grammar.advance(tokens[-1:])
+    text = tokenizer.decode(tokens)
+    steps = json.loads(text[: text.rindex("},") + 1] + "]}")["steps"]
+    assert len(steps) > 30
+    assert {tuple(step) for step in steps} == {("action", "target")}
+
+
+def test_the_schema_of_bundles_takes_a_plan_and_ends(tokenizer):
+    grammar = compile_schema(STEPS.schema, tokenizer, SIZE, [SIZE - 1]).constraint()
+    grammar.advance(tokenizer.encode('{"steps":[{"action":"open","target":"the fridge"}]}'))
+    grammar.advance([SIZE - 1])
+    assert list(np.flatnonzero(unpack_mask(grammar.masks(())[0], SIZE))) == [SIZE - 1]
