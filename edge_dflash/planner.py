@@ -23,8 +23,7 @@ from edge_dflash.decode.backend import Backend, PairShape
 from edge_dflash.decode.drafts import draft_choice
 from edge_dflash.decode.grammar.compiled import hold, warm_up
 from edge_dflash.decode.options import Options, Task
-from edge_dflash.decode.sights import SeenStats
-from edge_dflash.decode.store import PrefixStats
+from edge_dflash.decode.store import PrefixStats, SeenStats
 from edge_dflash.errors import RequestError
 from edge_dflash.model.specs import VisionSpec
 from edge_dflash.pictures.decode import ImageLimits

@@ -1,19 +1,21 @@
-"""The cycle: propose, verify, accept, commit.
+"""The loop: fill the state with the prompt, then cycles, until one ends the answer.
 
-One function, :func:`turns`, is speculative decoding with a DFlash drafter (arXiv 2602.06036) as an optimistic
-transaction. Plain decoding is the same function with no drafts: a verify pass with one row. The loop works on token ids
-and the Backend protocol; text, models and devices are elsewhere. Who runs it makes its cycles, so that several
-sequences can share a pass; :func:`decode` runs one alone.
+A cycle (:mod:`edge_dflash.decode.cycle`) is an optimistic transaction: it proposes, verifies and accepts; what of it
+becomes real is committed here. The loop works on token ids and the Backend protocol; text, models and devices are
+elsewhere. Who runs it makes its cycles, so that several sequences can share a pass; :func:`decode` runs one alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from edge_dflash.decode.accept import FinishReason, cut
 from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome
@@ -23,8 +25,8 @@ from edge_dflash.decode.options import Options, Request, admit
 from edge_dflash.decode.pictured import Placed
 from edge_dflash.decode.sampling import TokenLogprob, token_logprobs
 from edge_dflash.decode.session import Session, SessionManager
-from edge_dflash.decode.sights import Gaze
-from edge_dflash.decode.steering import Path
+from edge_dflash.decode.steering import Steered
+from edge_dflash.decode.store import Gaze
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Step:
     propose_seconds: float = 0.0  # 0 for the first step and in plain decoding
     verify_seconds: float = 0.0  # of the first token: prefill; 0 between chunks
     relaxed: int = 0  # drafts that stand only because acceptance was relaxed
-    first: bool = False  # the token behind the prompt
+    first: bool = False  # the token after the prompt
     logprobs: tuple[TokenLogprob, ...] = ()  # of each token, if they were asked for
     drafts: int = 0  # verified
     accepted: int = 0  # of them, though fewer may be among the tokens
@@ -56,47 +58,17 @@ Turns: TypeAlias = Generator[Step | Asked, Any, None]
 
 
 def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) -> Turns:
-    """Answer a request in a session: what of its prompt the state lacks, chunk by chunk, then the cycles.
+    """Answer a request in a session: fill, then cycles.
 
     Every Step is committed before it is yielded; its last token, the next anchor, is not in the caches yet. A consumer
     may stop at any Step: the session is then at that commit. Between two Steps other sessions may use the backend;
     between what is asked and what is sent, other lanes only. It ends when its session has no such request any more.
     """
-    backend, options, pace = session.backend, request.options, controls.pace or Pace()
-    path = Path(options.sampling, controls.constraint, controls.relaxation, request.stop_token_ids)
-    prompt, chunk, seconds, begun = request.prompt, backend.shape.prefill_chunk, 0.0, False
-    done, gaze = session.begin(request), session.gaze(request)
+    answer = _Answer(session, request, controls)
     try:
-        while True:
-            if refused := pace.refuse(controls, partial(_fill_seconds, pace, len(prompt) - done, chunk, gaze, done)):
-                yield Step((), refused, verify_seconds=seconds)
-                return
-            end = min(end for end in (done + chunk, len(prompt), *session.cuts) if end > done)
-            if (unseen := gaze.unseen(done, end)) is not None:
-                seconds += _see(gaze, unseen, pace)
-            else:
-                lane, began, begun = session.enter(), time.perf_counter(), True
-                rows = backend.prefill(prompt[done:end], lane, gaze.sight(done, end))
-                rows.argmax()  # wait: no more than one chunk is ever under way
-                pace.record_prefill(end - done, took := time.perf_counter() - began)
-                done, seconds = end, seconds + took
-                if done == len(prompt):
-                    break
-                session.chunk(lane, done)
-            yield Step((), None)
-            if not session.answers(request):
-                return
-            if not begun:
-                done = session.begin(request, again=True)
-        began = time.perf_counter()
-        tokens, reason = _kept([path.first(rows, len(prompt))], request.budget, request, controls)
-        logprobs = token_logprobs(rows.logits, tokens, options.logprobs, controls.spell)
-        path.commit(tokens)
-        session.advance(lane, tokens, first=True)
-        took = seconds + time.perf_counter() - began
-        yield Step(tuple(tokens), reason, verify_seconds=took, first=True, logprobs=logprobs)
-        if reason is None:
-            yield from _cycles(session, request, controls, pace, path, tokens)
+        yield from answer.fill()
+        while answer.tokens and answer.reason is None and session.answers(request):
+            yield from answer.cycle()
     except Interrupted as interrupted:  # while it waited for the grammar: nothing of this cycle was committed
         yield Step((), interrupted.reason)
     except BaseException as error:
@@ -107,39 +79,109 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
         session.resting = True
 
 
-def _cycles(session: Session, request: Request, controls: Controls, pace: Pace, path: Path, tokens: list[int]) -> Turns:
-    """The cycles behind the first token, until one ends the answer."""
-    options, budget, reason = request.options, request.budget, None
-    while reason is None and session.answers(request):
+class _Answer:
+    """One request on its way through a session."""
+
+    def __init__(self, session: Session, request: Request, controls: Controls) -> None:
+        self.session, self.request, self.controls = session, request, controls
+        self.pace = controls.pace or Pace()
+        self.steered = Steered(
+            request.options.sampling, controls.constraint, controls.relaxation, request.stop_token_ids
+        )
+        self.budget = request.budget  # tokens that may still come
+        self.tokens: list[int] = []  # of the newest step that has some; the last one is the next anchor
+        self.reason: FinishReason | None = None  # why it ended
+
+    def fill(self) -> Iterator[Step]:
+        """Compute what the state lacks of the prompt, chunk by chunk, and choose the first token."""
+        session, request, pace = self.session, self.request, self.pace
+        prompt, chunk = request.prompt, session.backend.shape.prefill_chunk
+        done, gaze, entered, seconds = session.begin(request), session.gaze(request), False, 0.0
+        while True:
+            self.reason = pace.refuse(self.controls, partial(self._fill_seconds, gaze, done))
+            if self.reason is not None:
+                yield Step((), self.reason, verify_seconds=seconds)
+                return
+            end = min(end for end in (done + chunk, len(prompt), *session.cuts) if end > done)
+            if (unseen := gaze.unseen(done, end)) is not None:
+                began = time.perf_counter()
+                gaze.see(unseen)
+                pace.record_tower(unseen.picture.tokens, took := time.perf_counter() - began)
+                seconds += took
+            else:
+                lane, began, entered = session.enter(), time.perf_counter(), True
+                rows = gaze.prefill(lane, done, end)
+                pace.record_prefill(end - done, took := time.perf_counter() - began)
+                done, seconds = end, seconds + took
+                if done == len(prompt):
+                    break
+                session.chunk(lane, done)
+            yield Step((), None)
+            if not session.answers(request):
+                return
+            if not entered:  # others may have used the lanes
+                done = session.begin(request, again=True)
+        began = time.perf_counter()
+        logprobs = self._keep([self.steered.first(rows, len(prompt))], rows.logits)
+        session.advance(lane, self.tokens, first=True)
+        seconds += time.perf_counter() - began
+        yield Step(tuple(self.tokens), self.reason, verify_seconds=seconds, first=True, logprobs=logprobs)
+
+    def _fill_seconds(self, gaze: Gaze, done: int) -> float:
+        """Estimate for what the prompt lacks: its tokens in chunks, and the pictures among them that were not seen."""
+        tokens, chunk = len(self.request.prompt) - done, self.session.backend.shape.prefill_chunk
+        return self.pace.prefill_seconds(tokens, chunk) + self.pace.tower_seconds(gaze.left(done))
+
+    def cycle(self) -> Turns:
+        """Propose from the newest token, verify and accept on the backend; commit what the answer takes."""
+        session, options, pace = self.session, self.request.options, self.pace
         drafts = pace.drafts if options.speculative else 0
-        if refused := pace.refuse(controls, partial(pace.cycle_seconds, speculative=drafts != 0)):
-            yield Step((), refused)
-            break
+        self.reason = pace.refuse(self.controls, partial(pace.cycle_seconds, speculative=drafts != 0))
+        if self.reason is not None:
+            yield Step((), self.reason)
+            return
         lane, began = session.enter(), time.perf_counter()
-        cycle: Cycle = yield _asked(tokens[-1], path, drafts, options, lane)
-        budget -= len(tokens)
-        tokens, reason = _kept(cycle.tokens, budget, request, controls)
-        logprobs = token_logprobs(cycle.logits, tokens, options.logprobs, controls.spell, cycle.logprobs)
-        path.commit(tokens)  # may be interrupted: then nothing is committed
-        session.backend.commit(len(tokens), lane, cycle.path)  # the anchor and all new tokens but the last
-        session.advance(lane, tokens)
-        propose_seconds, chosen = cycle.propose_seconds, drafts if options.speculative else None
-        verify_seconds = time.perf_counter() - began - propose_seconds
-        pace.record(CycleTime(propose_seconds, verify_seconds, chosen, cycle.drafts, cycle.accepted))
-        yield _step(cycle, tokens, reason, verify_seconds, logprobs)
+        cycle: Cycle = yield Asked(
+            self.tokens[-1],
+            self.steered.sampling,
+            self.steered.steering,
+            drafts,
+            options.logprobs is not None,
+            threshold=options.draft_confidence,
+            lane=lane,
+        )
+        logprobs = self._keep(cycle.tokens, cycle.logits, cycle.logprobs)  # may be interrupted: nothing is committed
+        session.backend.commit(len(self.tokens), lane, cycle.path)  # the anchor and all new tokens but the last
+        session.advance(lane, self.tokens)
+        verify_seconds = time.perf_counter() - began - cycle.propose_seconds
+        chosen = drafts if options.speculative else None
+        pace.record(CycleTime(cycle.propose_seconds, verify_seconds, chosen, cycle.drafts, cycle.accepted))
+        yield Step(
+            tuple(self.tokens),
+            self.reason,
+            cycle.propose_seconds,
+            verify_seconds,
+            sum(cycle.relaxed[: len(self.tokens)]),
+            logprobs=logprobs,
+            drafts=cycle.drafts,
+            accepted=cycle.accepted,
+        )
 
-
-def _see(gaze: Gaze, unseen: Placed, pace: Pace) -> float:
-    """Run the tower over a picture; its seconds."""
-    began = time.perf_counter()
-    gaze.see(unseen)
-    pace.record_tower(unseen.picture.tokens, took := time.perf_counter() - began)
-    return took
-
-
-def _fill_seconds(pace: Pace, tokens: int, chunk: int, gaze: Gaze, done: int) -> float:
-    """Estimate for what a prompt lacks: so many tokens in chunks, and the pictures that were not seen among them."""
-    return pace.prefill_seconds(tokens, chunk) + pace.tower_seconds(gaze.left(done))
+    def _keep(
+        self,
+        tokens: Sequence[int],
+        logits: Callable[[], npt.NDArray[np.float32]] | None,
+        logprobs: Callable[[], Sequence[float]] | None = None,
+    ) -> tuple[TokenLogprob, ...]:
+        """Take the tokens that stop tokens, budget and ``controls.ends`` leave; their log-probabilities."""
+        request, controls = self.request, self.controls
+        kept, self.reason = cut(tokens, request.stop_token_ids, self.budget, request.at_budget)
+        if (end := controls.ends(kept)) is not None:
+            kept, self.reason = kept[:end], "stop"
+        found = token_logprobs(logits, kept, request.options.logprobs, controls.spell, logprobs)
+        self.steered.commit(kept)
+        self.tokens, self.budget = kept, self.budget - len(kept)
+        return found
 
 
 def given(steps: Turns, outcome: Outcome | None) -> Step | Asked:
@@ -165,38 +207,6 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
                 outcome = session.backend.cycle(found)
             except BaseException as error:
                 outcome = error
-
-
-def _asked(anchor: int, path: Path, drafts: int | None, options: Options, lane: int) -> Asked:
-    """What the next cycle is asked."""
-    read_logits, threshold = options.logprobs is not None, options.draft_confidence
-    return Asked(anchor, path.sampling, path.steering, drafts, read_logits, threshold=threshold, lane=lane)
-
-
-def _step(
-    cycle: Cycle,
-    tokens: Sequence[int],
-    reason: FinishReason | None,
-    verify_seconds: float,
-    logprobs: tuple[TokenLogprob, ...],
-) -> Step:
-    """The step of a cycle of which ``tokens`` were committed."""
-    relaxed = sum(cycle.relaxed[: len(tokens)])
-    return Step(
-        *(tuple(tokens), reason, cycle.propose_seconds, verify_seconds, relaxed),
-        logprobs=logprobs,
-        drafts=cycle.drafts,
-        accepted=cycle.accepted,
-    )
-
-
-def _kept(
-    tokens: Sequence[int], budget: int, request: Request, controls: Controls
-) -> tuple[list[int], FinishReason | None]:
-    """Cut what may be committed by stop tokens and budget, then by ``controls.ends``; why it ends, if it does."""
-    kept, reason = cut(tokens, request.stop_token_ids, budget, request.at_budget)
-    end = controls.ends(kept)
-    return (kept, reason) if end is None else (kept[:end], "stop")
 
 
 @dataclass(frozen=True)
@@ -235,9 +245,9 @@ def stream(
     controls: Controls = NO_CONTROLS,
     pictures: Sequence[Placed] = (),
 ) -> Iterator[Step]:
-    """:func:`decode` on a backend without sessions: ``prompt`` goes on behind the rows that its first lane holds.
+    """:func:`decode` on a backend without sessions: ``prompt`` continues after the rows that its first lane holds.
 
-    ``pictures`` are those of a prompt that goes on behind nothing. Raises RequestError and ContextError before the
+    ``pictures`` are those of a prompt that continues nothing. Raises RequestError and ContextError before the
     backend is touched.
     """
     manager, held = SessionManager(backend), backend.length()

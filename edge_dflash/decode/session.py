@@ -10,23 +10,22 @@ S1 a session's state, if held, has ``rows`` rows: of all tokens but the last, wh
    and has no K/V yet; or, between two chunks of a prompt, of that prompt's first. (Right after a prefill the lane has
    all of the prompt's rows, and it is nobody's state until the first token is there.)
 S2 tokens change when a step is delivered, and by exactly that step (the first token brings its prompt).
-S3 a lane holds the state of at most one session (:mod:`edge_dflash.decode.lanes`).
+S3 a lane holds the state of at most one session; it is evicted only when the lane is needed.
 S4 the arrays of a snapshot are never written: forks, sessions and the prefix store share them.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import fields
 from typing import TypeVar
 
 from edge_dflash.decode.backend import Backend, Snapshot
-from edge_dflash.decode.lanes import Lanes
 from edge_dflash.decode.options import Request
 from edge_dflash.decode.pictured import Pictured, Placed, check_pictures
 from edge_dflash.decode.saved import SessionState
-from edge_dflash.decode.sights import Gaze, SeenStore
-from edge_dflash.decode.store import PrefixStore, Reuse
+from edge_dflash.decode.store import Gaze, PrefixStore, Reuse, SeenStore
 from edge_dflash.errors import BackendError, BundleError, ContextError, DeviceLostError, RequestError, short
 
 
@@ -92,7 +91,7 @@ class Session:
             self._settle()
         if self.snapshot is None and self._tokens:
             lane = yield from self._manager.bring(self)
-            self.snapshot = self.backend.snapshot(lane).frozen()
+            self.snapshot = self._manager.lanes.snapshot(lane)
         return SessionState(self.tokens, self.snapshot, self._manager.bundle, pictures=self.pictures)
 
     # for the loop -----------------------------------------------------------------------------------------------------
@@ -109,7 +108,7 @@ class Session:
         return self.reuse.tokens
 
     def gaze(self, request: Request) -> Gaze:
-        """The pictures of a request, for the chunks of its prompt."""
+        """The prefill of a request's prompt."""
         return self._manager.gaze(request.pictured)
 
     def answers(self, request: Request) -> bool:
@@ -142,7 +141,7 @@ class Session:
         self.stand_in(prompt, rows)
         self._manager.lanes.occupy(self, lane)
         if rows in kept:
-            self._manager.store.put(prompt.identities[:rows], self.backend.snapshot(lane).frozen())
+            self._manager.store.put(prompt.identities[:rows], self._manager.lanes.snapshot(lane))
         if self.heirs and rows == len(prompt.ids) - 1:
             for heir in self.heirs:
                 heir.stand_in(prompt, rows)
@@ -189,7 +188,7 @@ class SessionManager:
         self.store = store or PrefixStore(0)
         self.seen = SeenStore()
         self._foreign: BackendError | None = None  # what the backend said of a file's state
-        self.lanes = Lanes(backend, lambda lane: backend.snapshot(lane).frozen())
+        self.lanes = Lanes(backend)
 
     def open(self) -> Session:
         """A session without tokens."""
@@ -238,7 +237,7 @@ class SessionManager:
         self.lanes.vacate()
 
     def gaze(self, sequence: Pictured) -> Gaze:
-        """The pictures of a sequence, for its chunks."""
+        """The prefill of a sequence."""
         return Gaze(sequence, self.backend, self.seen)
 
     def find(self, session: Session, prompt: Pictured, *, counted: bool = True) -> tuple[Reuse, Snapshot | None]:
@@ -292,7 +291,7 @@ class SessionManager:
             if (unseen := gaze.unseen(at, end)) is not None:
                 gaze.see(unseen)
             else:
-                backend.prefill(sequence.ids[at:end], lane, gaze.sight(at, end)).argmax()  # wait for it
+                gaze.prefill(lane, at, end)
             yield
         self.lanes.occupy(session, lane)
         return lane
@@ -307,9 +306,93 @@ class SessionManager:
 
         The tower's pass is of none, and nor is a file's state that the backend refuses.
         """
-        foreign, self._foreign = self._foreign, None
-        if not (isinstance(error, RequestError) or self.seen.failed() or error is foreign):
+        harmless, self._foreign, self.seen.failure = (self._foreign, self.seen.failure), None, None
+        if not isinstance(error, RequestError) and not any(error is one for one in harmless):
             self.lanes.lose()
+
+
+_RUNS = 2  # inconvenience of a lane whose session has a pass soon
+
+
+class Lanes:
+    """Whose state each lane of a backend holds (S3), and which is evicted where another session needs a lane."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._held: list[weakref.ref[Session] | None] = [None] * backend.shape.lanes
+        self._used, self._uses = [0] * backend.shape.lanes, 0  # by which lane was entered last
+
+    def of(self, session: Session) -> int | None:
+        """The lane that holds a session's state."""
+        return next((lane for lane in range(len(self._held)) if self._holder(lane) is session), None)
+
+    def take(self) -> int:
+        """A lane that is nobody's until a session occupies it: what rests longest in one is evicted."""
+        self.park(lane := min(range(len(self._held)), key=self._inconvenience))
+        return lane
+
+    def share(self, lane: int, heirs: Sequence[Session]) -> None:
+        """Give what a lane holds to sessions: the first one has the lane, others copies in lanes that are free or rest.
+
+        Those for whom no lane is left share a snapshot.
+        """
+        first, *others = heirs
+        self.occupy(first, lane)
+        spare = sorted((one for one in range(len(self._held)) if one != lane), key=self._inconvenience)
+        spare = [one for one in spare if self._inconvenience(one)[0] < _RUNS]
+        for heir, target in zip(others, spare, strict=False):
+            self.park(target)
+            self._backend.copy(lane, target)
+            self.occupy(heir, target)
+        if left := others[len(spare) :]:
+            snapshot = self.snapshot(lane)
+            for heir in left:
+                heir.snapshot = snapshot
+
+    def enter(self, lane: int) -> None:
+        """Note that a pass of a lane comes next."""
+        self._uses += 1
+        self._used[lane] = self._uses
+
+    def occupy(self, session: Session, lane: int) -> None:
+        """Note whose state a lane holds (S1)."""
+        self._held[lane] = weakref.ref(session)
+
+    def forget(self, session: Session) -> None:
+        """No lane holds the session's state, nor what it left behind when its request ended before its first token."""
+        self._held = [None if held is not None and held() is session else held for held in self._held]
+
+    def park(self, lane: int) -> None:
+        """Evict the session of a lane: a snapshot has its state."""
+        session, self._held[lane] = self._holder(lane), None
+        if session is not None and session.snapshot is None:
+            session.snapshot = self.snapshot(lane)
+
+    def snapshot(self, lane: int) -> Snapshot:
+        """The state of a lane, to be shared (S4)."""
+        return self._backend.snapshot(lane).frozen()
+
+    def vacate(self) -> None:
+        """Evict all sessions."""
+        for lane in range(len(self._held)):
+            self.park(lane)
+
+    def lose(self) -> None:
+        """Give up the states of all lanes."""
+        self._held = [None] * len(self._held)
+
+    def _inconvenience(self, lane: int) -> tuple[int, int]:
+        """Order of eviction: nobody's lane before one that rests, before one that runs; the longest ago first."""
+        holder = self._holder(lane)
+        return 0 if holder is None else 1 if holder.resting else _RUNS, self._used[lane]
+
+    def _holder(self, lane: int) -> Session | None:
+        """The session whose state a lane holds, if it still does."""
+        held = self._held[lane]
+        session = held() if held is not None else None
+        if session is None or session.closed or self._backend.length(lane) != session.rows:
+            return None
+        return session
 
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""What the host decides along a path of drafts: a grammar, the thinking before it, acceptance that is relaxed."""
+"""What the host decides along a path of drafts: a grammar, free text around it, acceptance that is relaxed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from edge_dflash.decode.accept import Relaxation, ThinkingSpan
 from edge_dflash.decode.backend import Rows, Steering
-from edge_dflash.decode.sampling import Mask, Packed, Sampling, choose, pack
+from edge_dflash.decode.sampling import Packed, Sampling, choose, pack
 from edge_dflash.errors import RequestError
 
 Ask = Callable[[int, Packed | None], int | None]
@@ -17,7 +17,7 @@ Ask = Callable[[int, Packed | None], int | None]
 
 
 class Constraint(Protocol):
-    """A grammar standing behind the tokens that were committed. Not thread-safe.
+    """A grammar standing after the tokens that were committed. Not thread-safe.
 
     A mask is a function of the tokens before it alone. Masks are read-only, and stay as they are until the ``advance``
     after the next one. Every method may raise Interrupted, and RequestError when the grammar cannot go on at this
@@ -32,7 +32,7 @@ class Constraint(Protocol):
         ...
 
     def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
-        """Tokens that may come next, and behind each draft; None where every one may.
+        """Tokens that may come next, and after each draft; None where every one may.
 
         Fewer than drafts + 1, but at least one, where the grammar becomes too complex on the way. The drafts are those
         that the last ``walk`` gave, the first of them, or none.
@@ -40,11 +40,11 @@ class Constraint(Protocol):
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Go on behind tokens that were committed. RequestError, here or at the next call, for one not allowed."""
+        """Advance over tokens that were committed. RequestError, here or at the next call, for one not allowed."""
         ...
 
 
-class Path:
+class Steered:
     """The choices of one request.
 
     With a grammar, drafts that it forbids are replaced before they are verified and tokens that it forces are
@@ -77,7 +77,7 @@ class Path:
         return self._thinking is not None
 
     def first(self, rows: Rows, position: int) -> int:
-        """The choice behind the prompt, for ``position``; ``rows`` has one row."""
+        """The choice after the prompt, for ``position``; ``rows`` has one row."""
         masks = self.masks(()) if self._constraint is not None else None
         return choose(rows, self.sampling, position, masks)[0]
 
@@ -85,7 +85,7 @@ class Path:
         """Draft tokens for positions ``position``, ...; fewer than rows when the grammar ends or gives up before.
 
         The drafter is asked once more at the first draft that is refused where nothing is forced; at the second the
-        path ends. Behind the first the block has mostly parted from what was drafted (out of its domain the demo pair
+        path ends. After the first the block has mostly parted from what was drafted (out of its domain the demo pair
         commits 3.74 tokens a cycle asked once, as asked each time, and 3.58 not asked), and each asking is a wait.
         """
         free = choose(rows, self.sampling, position)
@@ -112,7 +112,7 @@ class Path:
         return masks + [None] * (len(drafts) - end) if len(masks) > end else masks
 
     def _stops_at(self, tokens: Sequence[int]) -> int:
-        """Where the first stop token is; behind all tokens when none is."""
+        """Index of the first stop token; the number of tokens when there is none."""
         return next((at for at, token in enumerate(tokens) if token in self._stop), len(tokens))
 
     def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
@@ -127,8 +127,86 @@ class Path:
             self._thinking.commit(tokens)
 
 
-class AfterThinking:
-    """Everything may come until one of ``close_ids`` was pushed; then ``then`` must come; then ``inner`` begins.
+INNER = -1
+"""The state of :class:`_Around` in which the inner constraint holds."""
+
+
+class _Around:
+    """Free text around an inner constraint. Subclasses say by which tokens it begins and ends.
+
+    The drafts of one cycle go no further than the end of the inner constraint.
+    """
+
+    _state = 0
+    _must: Sequence[int | None] = (None, None)  # by state of the text: the token that must come; None: see _stop
+    _masks: Sequence[Packed | None] = (None, None)  # by state: what may come
+    _stop: frozenset[int] = frozenset()  # tokens that may not come in the text
+
+    def _after(self, state: int, token: int) -> int:
+        """The state after a token of the text."""
+        raise NotImplementedError
+
+    def _inner(self) -> Constraint:
+        """The inner constraint, where it holds."""
+        raise NotImplementedError
+
+    def _inside(self, tokens: Sequence[int]) -> tuple[Sequence[int], bool]:
+        """Those of ``tokens`` that belong to the inner constraint, and whether it ends with them."""
+        return tokens, False
+
+    def _end(self) -> None:
+        """The inner constraint ended."""
+
+    def _allows(self, state: int, token: int) -> bool:
+        must = self._must[state]
+        return token not in self._stop if must is None else token == must
+
+    def walk(self, free: Sequence[int], ask: Ask) -> list[int]:
+        """See Constraint."""
+        path, state = list[int](), self._state
+        for row, token in enumerate(free):
+            if state == INNER:
+                inner = self._inner().walk(free[row:], lambda at, mask: ask(len(path) + at, mask))
+                return [*path, *self._inside(inner)[0]]
+            chosen = token if self._allows(state, token) else self._must[state]
+            if chosen is None and (chosen := ask(row, self._masks[state])) is None:
+                break
+            path.append(chosen)
+            state = self._after(state, chosen)
+        return path
+
+    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
+        """See Constraint."""
+        masks, state = list[Packed | None](), self._state
+        for row in range(len(drafts) + 1):
+            if state == INNER:
+                inner, ended = self._inside(drafts[row:])
+                masks += self._inner().masks(inner[:-1] if ended else inner)
+                return [*masks, None] if ended and len(masks) == row + len(inner) else masks
+            masks.append(self._masks[state])
+            if row < len(drafts):
+                state = self._after(state, drafts[row])
+        return masks
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See Constraint."""
+        at = 0
+        while at < len(tokens):
+            if self._state == INNER:
+                inner, ended = self._inside(tokens[at:])
+                self._inner().advance(inner)
+                at += len(inner)
+                if ended:
+                    self._end()
+                continue
+            if not self._allows(self._state, tokens[at]):
+                raise RequestError(f"the grammar does not take token {tokens[at]}, which was chosen")
+            self._state = self._after(self._state, tokens[at])
+            at += 1
+
+
+class AfterThinking(_Around):
+    """Everything may come until one of ``close_ids`` came; then ``then`` must come; then ``inner`` begins.
 
     ``then`` is what the chat template writes between the thinking and the answer (a blank line), so that the model
     answers where it was trained to. ``stop_token_ids`` are not allowed inside the span: an answer that ends there
@@ -147,76 +225,28 @@ class AfterThinking:
         """Raise ValueError when there is no token that closes the span, or it is one that is not allowed in it."""
         if not close_ids or not set(close_ids).isdisjoint(stop_token_ids):
             raise ValueError(f"the thinking span ends at {tuple(close_ids)}; give tokens that are no stop tokens")
-        self._inner = inner
-        self._close = frozenset(close_ids)
-        self._then = tuple(then)
-        self._size = vocab_size
+        self._constraint, self._close = inner, frozenset(close_ids)
+        self._must = (None, *then)
         self._stop = frozenset(stop_token_ids)
-        self._words: Packed | None = None  # of the span
-        if stop_token_ids:
-            allowed = np.ones(vocab_size, np.bool_)
-            allowed[list(stop_token_ids)] = False
-            self._words = _read_only(allowed)
-        self._closed = False
-        self._between = 0  # tokens of ``then`` that came
+        span = _mask_of(vocab_size, self._stop, allow=False) if self._stop else None
+        self._masks = (span, *(_mask_of(vocab_size, (token,), allow=True) for token in then))
 
     @property
     def closed(self) -> bool:
         """Whether the span was closed."""
-        return self._closed
+        return self._state != 0
 
-    def walk(self, free: Sequence[int], ask: Ask) -> list[int]:
-        """See Constraint."""
-        path: list[int] = []
-        closed, between = self._closed, self._between
-        for row, token in enumerate(free):
-            if closed and between == len(self._then):
-                return path + self._inner.walk(free[row:], lambda inner, mask: ask(len(path) + inner, mask))
-            if closed:
-                path.append(self._then[between])
-                between += 1
-                continue
-            chosen = ask(row, self._words) if token in self._stop else token
-            if chosen is None:
-                break
-            path.append(chosen)
-            closed = chosen in self._close
-        return path
+    def _after(self, state: int, token: int) -> int:
+        """State 0: the span is open; state i: token i of ``then``, counted from 1, must come."""
+        if state == 0 and token not in self._close:
+            return 0
+        return state + 1 if state + 1 < len(self._must) else INNER
 
-    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
-        """See Constraint."""
-        masks: list[Packed | None] = []
-        closed, between = self._closed, self._between
-        for row in range(len(drafts) + 1):
-            if closed and between == len(self._then):
-                return masks + self._inner.masks(drafts[row:])
-            masks.append(self._only(self._then[between]) if closed else self._words)
-            if closed:
-                between += 1
-            elif row < len(drafts):
-                closed = drafts[row] in self._close
-        return masks
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        """See Constraint."""
-        for row, token in enumerate(tokens):
-            if self._closed and self._between == len(self._then):
-                self._inner.advance(tokens[row:])
-                return
-            if token in self._stop or (self._closed and token != self._then[self._between]):
-                raise RequestError(f"the grammar does not take token {token}, which was chosen")
-            if self._closed:
-                self._between += 1
-            else:
-                self._closed = token in self._close
-
-    def _only(self, token: int) -> Packed:
-        allowed = np.zeros(self._size, np.bool_)
-        allowed[token] = True
-        return _read_only(allowed)
+    def _inner(self) -> Constraint:
+        return self._constraint
 
 
-class InCalls:
+class InCalls(_Around):
     """Everything may come until a token opens a call: ``call`` begins there, and ends with the token that closes it.
 
     Inside a thinking span, which ``thinks`` opens and closes, the tokens of calls are text.
@@ -229,67 +259,30 @@ class InCalls:
         self._make = call
         self._call: Constraint | None = None  # that of the call that is open, or of the next one
         self._opens, self._closes, self._thinks = opens, closes, thinks
-        self._state = _THINKING if thinking else _FREE
+        self._state = int(thinking)
 
-    def walk(self, free: Sequence[int], ask: Ask) -> list[int]:
-        """See Constraint. Drafts behind the end of a call come with the next cycle."""
-        row, state = 0, self._state
-        while row < len(free) and state != _CALLING:
-            state = self._next(state, free[row])
-            row += 1
-        if row == len(free):
-            return list(free)
-        inner = self._inner().walk(free[row:], lambda at, mask: ask(row + at, mask))
-        return [*free[:row], *inner[: self._end(inner)]]
-
-    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
-        """See Constraint."""
-        state = self._state
-        masks: list[Packed | None] = []
-        for row in range(len(drafts) + 1):
-            if state == _CALLING:
-                inner = drafts[row:][: self._end(drafts[row:])]
-                ended = bool(inner) and inner[-1] == self._closes
-                masks += self._inner().masks(inner[:-1] if ended else inner)
-                return [*masks, None] if ended and len(masks) == row + len(inner) else masks
-            masks.append(None)
-            if row < len(drafts):
-                state = self._next(state, drafts[row])
-        return masks
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        """See Constraint."""
-        at = 0
-        while at < len(tokens):
-            if self._state != _CALLING:
-                self._state = self._next(self._state, tokens[at])
-                at += 1
-                continue
-            inner = tokens[at:][: self._end(tokens[at:])]
-            self._inner().advance(inner)
-            at += len(inner)
-            if inner[-1] == self._closes:
-                self._state, self._call = _FREE, None
+    def _after(self, state: int, token: int) -> int:
+        """State 0: free text; 1: inside a thinking span."""
+        if self._thinks is not None and token == self._thinks[state]:
+            return 1 - state
+        return INNER if token == self._opens and state == 0 else state
 
     def _inner(self) -> Constraint:
         self._call = self._call or self._make()
         return self._call
 
-    def _next(self, state: str, token: int) -> str:
-        """The state behind a token that is no part of a call."""
-        if self._thinks is not None and token == self._thinks[state == _THINKING]:
-            return _FREE if state == _THINKING else _THINKING
-        return _CALLING if token == self._opens and state == _FREE else state
+    def _inside(self, tokens: Sequence[int]) -> tuple[Sequence[int], bool]:
+        end = next((at + 1 for at, token in enumerate(tokens) if token == self._closes), None)
+        return tokens[:end], end is not None
 
-    def _end(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens belong to the call: those up to the one that closes it."""
-        return next((at + 1 for at, token in enumerate(tokens) if token == self._closes), len(tokens))
+    def _end(self) -> None:
+        self._state, self._call = 0, None
 
 
-_FREE, _THINKING, _CALLING = "free", "thinking", "calling"
-
-
-def _read_only(allowed: Mask) -> Packed:
-    words = pack(allowed)
+def _mask_of(vocab_size: int, tokens: Collection[int], *, allow: bool) -> Packed:
+    """A mask that allows these tokens alone, or all but these; read-only."""
+    flags = np.full(vocab_size, not allow, np.bool_)
+    flags[list(tokens)] = allow
+    words = pack(flags)
     words.flags.writeable = False
     return words

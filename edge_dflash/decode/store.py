@@ -1,4 +1,8 @@
-"""What is kept in memory for later requests, up to a budget of bytes: states of prompts' beginnings."""
+"""What is held in memory for later requests, up to a budget of bytes: states of prompts' beginnings, rows of pictures.
+
+Losing an entry costs a pass and never a token: what is computed again is equal bit for bit. The least recently used
+entries are evicted first. Statistics may be read from any thread.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,15 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
-from edge_dflash.decode.backend import Snapshot
+from edge_dflash.decode.backend import Backend, Rows, Snapshot
+from edge_dflash.decode.pictured import Pictured, Placed, Seen, Sight
+
+SEEN_BYTES = 256 << 20
+"""Budget of a backend's pictures."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +35,21 @@ class Reuse:
         return self.prompt_tokens - self.tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class SeenStats:
+    """What a store of pictures holds and how it served."""
+
+    entries: int
+    bytes: int  # of the rows, on the backend's side
+    budget: int  # bytes
+    hits: int  # pictures of prompts whose rows were there
+    misses: int  # those for which the tower ran
+    evicted: int  # entries dropped for newer ones
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrefixStats:
-    """What a store holds and how it served."""
+    """What a store of prefixes holds and how it served."""
 
     entries: int
     bytes: int  # of the snapshots and their keys
@@ -41,8 +61,12 @@ class PrefixStats:
     refused: int  # snapshots larger than the whole budget
 
 
-class PrefixStore:
-    """Snapshots by the identities of their tokens; the least recently used go when the budget is short."""
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class _Budgeted(Generic[Key, Value]):
+    """Entries by key, the least recently used first, up to a budget."""
 
     def __init__(self, budget: int) -> None:
         """Hold at most ``budget`` bytes; 0 stores nothing."""
@@ -50,8 +74,44 @@ class PrefixStore:
             raise ValueError(f"the budget is {budget} bytes, wanted 0 or more")
         self.budget = budget
         self._lock = threading.Lock()
-        self._entries: OrderedDict[bytes, Snapshot] = OrderedDict()  # least recently used first
-        self._bytes = self._hits = self._misses = self._tokens = self._evicted = self._refused = 0
+        self._entries: OrderedDict[Key, Value] = OrderedDict()
+        self._sizes: dict[Key, int] = {}
+        self._bytes = self._hits = self._misses = self._evicted = 0
+
+    def _keep(self, key: Key, value: Value, size: int) -> bool:
+        """Store an entry of ``size`` bytes as the newest. False, and nothing changed, when it exceeds the budget."""
+        if size > self.budget:
+            return False
+        self._drop(key)
+        while self._bytes + size > self.budget:
+            self._drop(next(iter(self._entries)))
+            self._evicted += 1
+        self._entries[key], self._sizes[key] = value, size
+        self._bytes += size
+        return True
+
+    def _drop(self, key: Key) -> None:
+        self._entries.pop(key, None)
+        self._bytes -= self._sizes.pop(key, 0)
+
+    def _figures(self) -> dict[str, int]:
+        return {
+            "entries": len(self._entries),
+            "bytes": self._bytes,
+            "budget": self.budget,
+            "hits": self._hits,
+            "misses": self._misses,
+            "evicted": self._evicted,
+        }
+
+
+class PrefixStore(_Budgeted[bytes, Snapshot]):
+    """Snapshots by the identities of their tokens."""
+
+    def __init__(self, budget: int) -> None:
+        """Hold at most ``budget`` bytes; 0 stores nothing."""
+        super().__init__(budget)
+        self._tokens = self._refused = 0
 
     def put(self, tokens: Sequence[int], snapshot: Snapshot) -> bool:
         """Store the state after ``tokens`` (:attr:`~edge_dflash.decode.pictured.Pictured.identities`).
@@ -61,23 +121,16 @@ class PrefixStore:
         """
         if snapshot.length != len(tokens) or not tokens:
             raise ValueError(f"a snapshot of {snapshot.length} tokens cannot stand for a prefix of {len(tokens)}")
-        key, size = _key(tokens), _entry_bytes(len(tokens), snapshot)
+        key = _key(tokens)
         with self._lock:
-            if size > self.budget:
-                self._refused += 1
-                return False
-            self._drop(key)
-            while self._bytes + size > self.budget:
-                self._drop(next(iter(self._entries)))
-                self._evicted += 1
-            self._entries[key] = snapshot
-            self._bytes += size
-            return True
+            kept = self._keep(key, snapshot, len(key) + sum(array.nbytes for array in snapshot.arrays.values()))
+            self._refused += not kept
+            return kept
 
     def longest(self, tokens: Sequence[int], *, longer_than: int = 0, counted: bool = True) -> Snapshot | None:
         """The snapshot of the longest stored prefix of ``tokens`` (up to all of them), or None.
 
-        With ``longer_than``, only a prefix of more tokens is of use. ``counted``: whether the figures know of it.
+        With ``longer_than``, only a prefix of more tokens is of use. ``counted``: whether it counts in the statistics.
         """
         wanted = _key(tokens)
         with self._lock:
@@ -99,20 +152,7 @@ class PrefixStore:
     def stats(self) -> PrefixStats:
         """Figures of this moment."""
         with self._lock:
-            return PrefixStats(
-                entries=len(self._entries),
-                bytes=self._bytes,
-                budget=self.budget,
-                hits=self._hits,
-                misses=self._misses,
-                tokens=self._tokens,
-                evicted=self._evicted,
-                refused=self._refused,
-            )
-
-    def _drop(self, key: bytes) -> None:
-        if (snapshot := self._entries.pop(key, None)) is not None:
-            self._bytes -= _entry_bytes(snapshot.length, snapshot)
+            return PrefixStats(**self._figures(), tokens=self._tokens, refused=self._refused)
 
 
 def _key(tokens: Sequence[int]) -> bytes:
@@ -120,5 +160,83 @@ def _key(tokens: Sequence[int]) -> bytes:
     return np.asarray(tokens, dtype=np.int64).tobytes()
 
 
-def _entry_bytes(length: int, snapshot: Snapshot) -> int:
-    return 8 * length + sum(array.nbytes for array in snapshot.arrays.values())
+class SeenStore(_Budgeted[object, Seen]):
+    """Rows that the vision tower has made, by picture."""
+
+    def __init__(self, budget: int = SEEN_BYTES) -> None:
+        """Hold at most ``budget`` bytes; 0 stores nothing."""
+        super().__init__(budget)
+        self.failure: BaseException | None = None  # of the last pass of the tower
+
+    def get(self, placed: Placed) -> Seen | None:
+        """Rows of a picture, or None; a hit is counted."""
+        with self._lock:
+            if (seen := self._entries.get(placed.key)) is not None:
+                self._entries.move_to_end(placed.key)
+                self._hits += 1
+            return seen
+
+    def make(self, placed: Placed, backend: Backend) -> Seen:
+        """Run the tower over a picture, and keep its rows unless they exceed the budget; a miss is counted."""
+        try:
+            seen = backend.see(placed.picture)
+        except BaseException as error:
+            self.failure = error
+            raise
+        with self._lock:
+            self._misses += 1
+            self._keep(placed.key, seen, seen.nbytes)
+        return seen
+
+    def __contains__(self, placed: Placed) -> bool:
+        with self._lock:
+            return placed.key in self._entries
+
+    @property
+    def stats(self) -> SeenStats:
+        """Figures of this moment."""
+        with self._lock:
+            return SeenStats(**self._figures())
+
+
+class Gaze:
+    """The prefill of one sequence, chunk by chunk, with a look at each picture before its first chunk."""
+
+    def __init__(self, sequence: Pictured, backend: Backend, store: SeenStore) -> None:
+        self._sequence, self._backend, self._store = sequence, backend, store
+        self._held: dict[int, Seen] = {}  # by where the picture begins; of the next chunk
+
+    def unseen(self, first: int, stop: int) -> Placed | None:
+        """A picture of the rows ``first``, ..., ``stop`` - 1 for which the tower has to run; None: all are there."""
+        for placed in self._sequence.within(first, stop):
+            if placed.at not in self._held:
+                if (seen := self._store.get(placed)) is None:
+                    return placed
+                self._held[placed.at] = seen
+        return None
+
+    def see(self, placed: Placed) -> None:
+        """Run the tower over a picture."""
+        self._held[placed.at] = self._store.make(placed, self._backend)
+
+    def left(self, first: int) -> int:
+        """Rows of pictures after row ``first`` for which the tower has to run."""
+        pictures = self._sequence.within(first, len(self._sequence.ids))
+        unseen = {one.key: one for one in pictures if one.at not in self._held and one not in self._store}
+        return sum(one.picture.tokens for one in unseen.values())
+
+    def prefill(self, lane: int, first: int, stop: int) -> Rows:
+        """Compute the rows ``first``, ..., ``stop`` - 1 in a lane, all of whose pictures were seen, and wait for them.
+
+        No more than one chunk is ever under way. Pictures that end in it are let go.
+        """
+        rows = self._backend.prefill(self._sequence.ids[first:stop], lane, self._sight(first, stop))
+        rows.argmax()
+        return rows
+
+    def _sight(self, first: int, stop: int) -> Sight | None:
+        sight = self._sequence.sight(first, stop, lambda placed: self._held[placed.at])
+        for placed in self._sequence.within(first, stop):
+            if placed.end <= stop:
+                del self._held[placed.at]
+        return sight

@@ -22,8 +22,7 @@ from edge_dflash.decode.options import Options, admit
 from edge_dflash.decode.pictured import Pictured, Placed
 from edge_dflash.decode.saved import SessionState
 from edge_dflash.decode.session import SessionManager
-from edge_dflash.decode.sights import SeenStore
-from edge_dflash.decode.store import PrefixStore, Reuse
+from edge_dflash.decode.store import PrefixStore, Reuse, SeenStore
 from edge_dflash.errors import BackendError, RequestError
 
 FRAME, OTHER = picture(0), picture(2)
@@ -136,15 +135,15 @@ def test_the_least_recently_seen_goes_first():
     store = SeenStore(3000)
     for placed in frames[:3]:
         assert store.get(placed) is None
-        store.put(placed, eyes.see(placed.picture))
+        store.make(placed, eyes)
     assert store.get(Placed(9, frames[0].picture)) is not None  # wherever it stands
-    store.put(frames[3], eyes.see(frames[3].picture))
+    store.make(frames[3], eyes)
     assert [one in store for one in frames] == [True, False, True, True]
     stats = store.stats
     assert (stats.entries, stats.bytes, stats.budget, stats.evicted) == (3, 3000, 3000, 1)
     assert (stats.hits, stats.misses) == (1, 4)
     small = SeenStore(999)
-    small.put(frames[0], eyes.see(frames[0].picture))
+    small.make(frames[0], eyes)
     assert (small.stats.entries, small.stats.misses, frames[0] in small) == (0, 1, False)
     with pytest.raises(ValueError, match="-1 bytes"):
         SeenStore(-1)

@@ -25,8 +25,7 @@ from edge_dflash.decode.loop import collect, generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.pictured import Pictured
 from edge_dflash.decode.session import SessionManager
-from edge_dflash.decode.sights import SeenStore
-from edge_dflash.decode.store import PrefixStore
+from edge_dflash.decode.store import PrefixStore, SeenStore
 from edge_dflash.demo.actions import plan_schema
 from edge_dflash.demo.seeing import EYES, PICTURED, messages, picture
 from edge_dflash.demo.tasks import HELDOUT, check_plan, task_from_json
