@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from edge_dflash.decode.accept import FinishReason, Relaxation
 from edge_dflash.decode.backend import Backend, lane_steps
-from edge_dflash.decode.drafts import LIMIT_SECONDS, DraftChoice
+from edge_dflash.decode.drafts import LIMIT_SECONDS, DraftChoice, nearest
 from edge_dflash.decode.steering import Constraint
 
 RECENT = 32  # cycles that an estimate looks back on
@@ -26,35 +26,9 @@ class CycleTime:
     drafts: int = 0  # verified
     accepted: int = 0
 
-    @property
-    def seconds(self) -> float:
-        """The whole cycle."""
-        return self.propose_seconds + self.verify_seconds
 
-
-class _Cycles:
-    """The last RECENT cycles of a kind."""
-
-    def __init__(self) -> None:
-        self._cycles: deque[CycleTime] = deque(maxlen=RECENT)
-
-    def __len__(self) -> int:
-        return len(self._cycles)
-
-    @property
-    def longest(self) -> CycleTime:
-        """The one that took longest."""
-        return max(self._cycles, key=lambda cycle: cycle.seconds)
-
-    def append(self, cycle: CycleTime) -> None:
-        self._cycles.append(cycle)
-
-    def remove(self, cycle: CycleTime) -> None:
-        self._cycles.remove(cycle)
-
-
-class _Rates:
-    """Seconds of the last RECENT passes of a kind, by their rows."""
+class _Recent:
+    """Seconds of the last RECENT passes of a kind, and their rows; a cycle counts as one row."""
 
     def __init__(self) -> None:
         self._passes: deque[tuple[int, float]] = deque(maxlen=RECENT)
@@ -62,19 +36,19 @@ class _Rates:
     def append(self, rows: int, seconds: float) -> None:
         self._passes.append((rows, seconds))
 
-    def seconds(self, rows: int, most: int | None) -> float:
-        """Estimate for ``rows`` in passes of at most so many; see :meth:`Pace.prefill_seconds`."""
+    @property
+    def longest(self) -> float:
+        """Seconds of the longest one; 0 before the first."""
+        return max((seconds for _, seconds in self._passes), default=0.0)
+
+    def estimate(self, rows: int, most: int | None) -> float:
+        """Seconds of ``rows`` in passes of at most ``most``; see :meth:`Pace.prefill_seconds`."""
         now = rows if most is None else min(rows, most)
         rates = [seconds / n for n, seconds in self._passes if 4 * n >= now]
         return max(rates) * now + sum(rates) / len(rates) * (rows - now) if rates else 0.0
 
-    @property
-    def longest(self) -> float:
-        """Seconds of the one that took longest; 0 before the first."""
-        return max((seconds for _, seconds in self._passes), default=0.0)
-
     def forget_slowest(self) -> None:
-        """But never the last."""
+        """Forget the pass of the slowest rate, but never the last pass."""
         if len(self._passes) > 1:
             self._passes.remove(max(self._passes, key=lambda one: one[1] / one[0]))
 
@@ -90,8 +64,8 @@ class Pace:
         self.load = 1  # sequences of the next cycle
         self._choice = drafts
         self._choices = {1: drafts} if isinstance(drafts, DraftChoice) else {}  # by load
-        self._cycles: dict[tuple[int, bool], _Cycles] = {}  # by load, and whether they drafted
-        self._prefills, self._towers = _Rates(), _Rates()
+        self._cycles: dict[tuple[int, bool], _Recent] = {}  # by load, and whether they drafted
+        self._prefills, self._towers = _Recent(), _Recent()
 
     @property
     def drafts(self) -> int | None:
@@ -101,7 +75,7 @@ class Pace:
     @property
     def _chooser(self) -> DraftChoice | None:
         """That of the load, or of the next one above that was measured."""
-        return self._choices[_nearest(self._choices, self.load)] if self._choices else None
+        return self._choices[nearest(self._choices, self.load)] if self._choices else None
 
     def begin(self, backend: Backend, accept_length: float | None) -> None:
         """Measure a backend that nobody uses yet, where numbers of drafts are chosen; see :class:`DraftChoice`."""
@@ -118,17 +92,17 @@ class Pace:
         loads = [load for load, drafted in self._cycles if drafted == speculative] or [load for load, _ in self._cycles]
         if not loads:
             return 0.0
-        load = _nearest(loads, self.load)
-        return (self._cycles.get((load, speculative)) or self._cycles[load, not speculative]).longest.seconds
+        load = nearest(loads, self.load)
+        return (self._cycles.get((load, speculative)) or self._cycles[load, not speculative]).longest
 
     def prefill_seconds(self, tokens: int, chunk: int | None = None) -> float:
         """Estimate for a prompt of ``tokens`` in passes of ``chunk`` (None: in one pass); 0 when nothing is known.
 
-        The next pass by the slowest rate of the recent ones, as it must end in time; those behind it by their mean.
+        The next pass by the slowest rate of the recent ones, as it must end in time; those after it by their mean.
         Passes of less than a quarter of its tokens do not count: they are mostly the fixed cost of a pass, and would
         have requests refused that could be served.
         """
-        return self._prefills.seconds(tokens, chunk)
+        return self._prefills.estimate(tokens, chunk)
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Note a measured pass over a part of a prompt."""
@@ -136,7 +110,7 @@ class Pace:
 
     def tower_seconds(self, tokens: int) -> float:
         """Estimate for pictures of ``tokens`` rows together, by the slowest rate of the recent ones; 0 when unknown."""
-        return self._towers.seconds(tokens, None)
+        return self._towers.estimate(tokens, None)
 
     @property
     def longest_tower(self) -> float:
@@ -155,24 +129,17 @@ class Pace:
         """
         reason = patience.refuse(seconds)
         if reason == "deadline":
-            for cycles in self._cycles.values():
-                if len(cycles) > 1:
-                    cycles.remove(cycles.longest)
-            self._prefills.forget_slowest()
-            self._towers.forget_slowest()
+            for recent in (*self._cycles.values(), self._prefills, self._towers):
+                recent.forget_slowest()
         return reason
 
     def record(self, cycle: CycleTime) -> None:
         """Note a measured cycle, of which the choice of drafts learns."""
-        self._cycles.setdefault((self.load, cycle.propose_seconds > 0.0), _Cycles()).append(cycle)
+        kind = self.load, cycle.propose_seconds > 0.0
+        self._cycles.setdefault(kind, _Recent()).append(1, cycle.propose_seconds + cycle.verify_seconds)
         if (choice := self._chooser) and cycle.asked is not None:
             drafts, accepted = cycle.drafts, cycle.accepted
             choice.record(cycle.asked, drafts, accepted, cycle.propose_seconds, cycle.verify_seconds)
-
-
-def _nearest(loads: Iterable[int], load: int) -> int:
-    """The smallest of the loads that is not below ``load``, else the largest."""
-    return min(loads, key=lambda one: (one < load, abs(one - load)))
 
 
 class Interrupted(Exception):

@@ -8,7 +8,7 @@ acceptance to that of the position before. So a number that was given up is trie
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median, mode
 
@@ -129,8 +129,7 @@ class Seconds:
             return self._scale * self._measured[drafts] * self._deviation[drafts]
         if drafts == 0:
             return self._verify
-        known = [one for one in self._measured if one] or [0]
-        return self.of(min(known, key=lambda one: (one < drafts, abs(one - drafts)))) if self._measured else 0.0
+        return self.of(nearest([one for one in self._measured if one] or [0], drafts)) if self._measured else 0.0
 
     def record(self, drafts: int, propose_seconds: float, verify_seconds: float) -> None:
         """Note a cycle."""
@@ -227,6 +226,11 @@ class DraftChoice:
                 self.drafts = best
 
 
+def nearest(known: Iterable[int], wanted: int) -> int:
+    """The smallest known number that is not below ``wanted``, else the largest."""
+    return min(known, key=lambda one: (one < wanted, abs(one - wanted)))
+
+
 def draft_choice(most: int, drafts: int | None, *, measured: bool) -> DraftChoice | int | None:
     """What a pace needs: ``drafts`` if they are given, else the choice, or without ``measured`` None (all).
 
@@ -241,8 +245,7 @@ def measure(backend: Backend, lanes: int = 1, limit: float = LIMIT_SECONDS) -> d
     """Seconds of a cycle of so many lanes by its number of drafts, each the median of a few on empty sequences.
 
     The anchors are different tokens, as what rows cost may depend on them. After ``limit`` seconds each number that is
-    left has one cycle. Empty where the context has no room. Resets
-    the backend.
+    left has one cycle. Empty where the context has no room. Resets the backend.
     """
     shape, found, began = backend.shape, dict[int, float](), time.perf_counter()
     if shape.usable_context < 2 + REPEATS:
