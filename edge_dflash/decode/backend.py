@@ -63,7 +63,7 @@ class PairShape:
 
     @property
     def usable_context(self) -> int:
-        """Most tokens a sequence may hold: the last block and the last verify pass must fit behind it."""
+        """Most tokens a sequence may hold: the last block and the last verify pass must fit after it."""
         return self.max_context - max(self.block_size, self.verify_rows)
 
 
@@ -124,14 +124,14 @@ class Steering(Protocol):
         ...
 
     def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
-        """Tokens that may be chosen behind the anchor and behind each draft; None: every one may.
+        """Tokens that may be chosen after the anchor and after each draft; None: every one may.
 
         Fewer than drafts + 1 where the path ends: no draft beyond can be accepted. Asked while the verify pass runs.
         """
         ...
 
     def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
-        """For each draft, whether it may stand beside another choice; empty when none may."""
+        """For each draft, whether it may stand although the choice is another; empty when none may."""
         ...
 
 
@@ -141,7 +141,7 @@ class Snapshot:
 
     length: int
     arrays: Mapping[str, npt.NDArray[Any]]
-    delta: int = 0  # position minus index of the token behind them; not 0 behind an image
+    delta: int = 0  # position minus index of the token after them; not 0 after an image
 
     def frozen(self) -> Snapshot:
         """Protect its arrays: the snapshot will be shared."""
@@ -154,7 +154,7 @@ class Snapshot:
 class Cycle:
     """What one propose-verify-accept found."""
 
-    tokens: tuple[int, ...]  # accepted drafts and the target's own choice behind them
+    tokens: tuple[int, ...]  # accepted drafts and the target's own choice after them
     accepted: int  # drafts among them
     drafts: int  # that were verified
     propose_seconds: float  # 0 in plain decoding; on the device's clock, if it ran there whole

@@ -180,7 +180,7 @@ class Controls(Patience):
 
     constraint: Constraint | None = None  # grammar, standing at the beginning of the answer
     relaxation: Relaxation | None = None  # lossy acceptance inside the thinking span
-    # Told all tokens in order, before they are committed: how many of them the answer still takes; None: it goes on.
+    # Told all tokens in order, before they are committed: how many of them the answer still takes; None: it continues.
     ends: Callable[[Sequence[int]], int | None] = lambda tokens: None
     pace: Pace | None = None  # the engine's measured times; None: nothing is known, and cycles verify all drafts
     spell: Callable[[int], bytes | None] = lambda token: None  # a token's text, for log-probabilities

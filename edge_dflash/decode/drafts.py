@@ -22,7 +22,7 @@ START = 16.0  # cycles that the accept length at build counts as
 GAIN = 0.99  # another number is taken when the time a token with it is below this share
 EVERY = 8  # cycles between two choices; a new number is looked at sooner
 SHARE = 0.1  # of a cycle's deviation that goes into all estimates of seconds
-NEW, NEW_SHARE = 4, 0.3  # cycles behind a change of the number, whose deviation goes into its own estimate alone
+NEW, NEW_SHARE = 4, 0.3  # cycles after a change of the number, whose deviation goes into its own estimate alone
 REPEATS = 7  # measured cycles of each number at load
 LEAST_MORE = 0.01  # of a plain token that a draft's row costs, where rows choose what is read
 SLOWER = 0.25  # how fast that share fades while nothing is drafted, of how fast other things do
@@ -69,7 +69,7 @@ NO_DRAFTING = Drafting()
 
 
 class Acceptance:
-    """How often a draft stands whose forerunners stand, by position, in recent cycles."""
+    """How often a draft is accepted after accepted ones, by position, in recent cycles."""
 
     def __init__(self, most: int) -> None:
         self._tried, self._stood = [0.0] * (most + 1), [0.0] * (most + 1)  # cycles by how many drafts were so
@@ -187,7 +187,7 @@ class VaryingSeconds(Seconds):
             self._growth = 1.0 + left**SLOWER * (self._growth - 1.0)
 
     def _more(self, drafts: int) -> float:
-        """What the rows of so many drafts cost more than one at load, without drafting them."""
+        """What the rows of this number of drafts cost more than one row at load, without drafting them."""
         least = LEAST_MORE * self._measured[0] * drafts
         return max(self._measured[drafts] - self._measured[0] - self._propose, least)
 
@@ -242,7 +242,7 @@ def draft_choice(most: int, drafts: int | None, *, measured: bool) -> DraftChoic
 
 
 def measure(backend: Backend, lanes: int = 1, limit: float = LIMIT_SECONDS) -> dict[int, float]:
-    """Seconds of a cycle of so many lanes by its number of drafts, each the median of a few on empty sequences.
+    """Seconds of a cycle of ``lanes`` lanes by its number of drafts, each the median of a few on empty sequences.
 
     The anchors are different tokens, as what rows cost may depend on them. After ``limit`` seconds each number that is
     left has one cycle. Empty where the context has no room. Resets the backend.

@@ -2,7 +2,7 @@
 
 Positions after transformers' ``Qwen3_5Model.get_rope_index``: a text token has one position on three axes, time, height
 and width. An image that begins at position p has time p, height p + row and width p + column over its grid of rows of
-the language model, and the text behind it goes on at p + max(rows, columns). KV rows stay at the sequence index; only
+the language model, and the text after it continues at p + max(rows, columns). KV rows stay at the sequence index; only
 the rotary embedding of the target uses positions. A token's position minus its index is the *delta* there.
 """
 
@@ -85,11 +85,11 @@ class Sight:
     """What a chunk of a prompt has of pictures."""
 
     positions: npt.NDArray[np.int32]  # [3, rows]: time, height and width of the chunk's rows
-    delta: int  # of the text behind the chunk; inside a picture, that before it
+    delta: int  # of the text after the chunk; inside a picture, that before it
     rows: tuple[SeenRows, ...]
 
     def part(self, first: int, stop: int) -> Sight:
-        """Of the chunk's rows ``first``, ..., ``stop`` - 1. Its delta is that behind the chunk."""
+        """Of the chunk's rows ``first``, ..., ``stop`` - 1. Its delta is that after the chunk."""
         rows = []
         for one in self.rows:
             begin, end = max(one.row, first), min(one.row + one.count, stop)
@@ -107,7 +107,7 @@ class Placed:
 
     @property
     def end(self) -> int:
-        """Index behind its last row."""
+        """Index after its last row."""
         return self.at + self.picture.tokens
 
     @property
@@ -155,7 +155,7 @@ class Pictured:
         return Pictured(self.ids[:length], tuple(placed for placed in self.pictures if placed.at < length))
 
     def delta(self, length: int) -> int:
-        """Of the text behind the first ``length`` rows; inside a picture, that before it."""
+        """Of the text after the first ``length`` rows; inside a picture, that before it."""
         return sum(placed.shift for placed in self.pictures if placed.end <= length)
 
     def within(self, first: int, stop: int) -> tuple[Placed, ...]:

@@ -130,7 +130,7 @@ def save_session(path: Path | str, state: SessionState) -> int:
     digest = hashlib.sha256(header)
     for part in parts:
         digest.update(part.data)
-    header = header.replace(_NO_CHECKSUM.encode(), digest.hexdigest().encode(), 1)  # the note comes behind it
+    header = header.replace(_NO_CHECKSUM.encode(), digest.hexdigest().encode(), 1)  # the note comes after it
     try:
         with _replacement(path) as file:
             file.write(header)

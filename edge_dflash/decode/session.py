@@ -1,4 +1,4 @@
-"""Conversations that go on over many requests on one backend, and whose state each of its lanes holds.
+"""Conversations over many requests on one backend, and whose state each of its lanes holds.
 
 A session is its tokens, and the pictures among them. Its state (K/V and gated-delta state of both models) is a function
 of them, and is held in a lane, in a snapshot, or nowhere; losing it costs a prefill, never a token. A request that
@@ -74,7 +74,7 @@ class Session:
         self.closed, self._request, self.snapshot, self.pictures, self._prompt = True, None, None, (), None
 
     def fork(self) -> Generator[None, None, Session]:
-        """Another session that goes on from here; the two share their state until one of them moves on.
+        """Another session with the same tokens; the two share their state until one of them advances.
 
         Yields between two chunks of what has to be computed; nothing may come in between.
         """
@@ -116,7 +116,7 @@ class Session:
         return self._request is request
 
     def enter(self) -> int:
-        """The lane that holds the state which the next pass goes on from, brought there if need be."""
+        """The lane that holds the state before the next pass, brought there if need be."""
         self.resting = False
         self._manager.lanes.enter(lane := self._enter())
         return lane
@@ -162,7 +162,7 @@ class Session:
         self._manager.failed(error)
 
     def _kept(self, request: Request) -> tuple[int, ...]:
-        """Lengths of the prompt whose state goes to the prefix store: never one that goes on from a file's."""
+        """Lengths of the prompt whose state goes to the prefix store: never one made of a file's."""
         foreign = self.loaded and self.reuse.source == "session"
         return request.keep if self._manager.store.budget and not foreign else ()
 
@@ -176,7 +176,7 @@ class Session:
 
 
 class SessionManager:
-    """The sessions of one backend, which must not be used beside it without :meth:`vacate`."""
+    """The sessions of one backend, which must not be used otherwise without :meth:`vacate`."""
 
     def __init__(self, backend: Backend, bundle: str = "", store: PrefixStore | None = None) -> None:
         """Serve sessions on ``backend``, loaded from the bundle with the fingerprint ``bundle``.
@@ -195,7 +195,7 @@ class SessionManager:
         return Session(self, (), None)
 
     def adopt(self, state: SessionState) -> Session:
-        """A session that goes on from ``state``.
+        """A session with the tokens and state of ``state``.
 
         Raises BundleError when it belongs to another bundle or its pictures were cut for another, RequestError for an
         id outside the vocabulary and pictures that do not stand on their placeholders, ContextError when it is longer

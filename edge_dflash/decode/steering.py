@@ -20,7 +20,7 @@ class Constraint(Protocol):
     """A grammar standing after the tokens that were committed. Not thread-safe.
 
     A mask is a function of the tokens before it alone. Masks are read-only, and stay as they are until the ``advance``
-    after the next one. Every method may raise Interrupted, and RequestError when the grammar cannot go on at this
+    after the next one. Every method may raise Interrupted, and RequestError when the grammar cannot continue at this
     point: plain decoding fails there, too.
     """
 

@@ -23,7 +23,7 @@ def branch(parents: Parents, row: int) -> list[int]:
 
 
 def check_parents(parents: Parents, rows: int) -> None:
-    """Raise BackendError unless ``parents`` makes a tree of so many rows."""
+    """Raise BackendError unless ``parents`` makes a tree of ``rows`` rows."""
     if len(parents) != rows or any(not (0 <= parent < row) for row, parent in enumerate(parents[1:], 1)):
         raise BackendError(f"parents {list(parents)} of {rows} rows; give -1, then for each row one that is before it")
     if parents[0] != -1:

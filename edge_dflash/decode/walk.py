@@ -32,7 +32,7 @@ class SelectorStep:
         self._predecessor, self._successor = weights(op.predecessor), weights(op.successor)
 
     def scores(self, row: int, before: int) -> tuple[Ids, Floats]:
-        """Candidates of the row and their scores, behind the token ``before``; the earlier one wins a tie."""
+        """Candidates of the row and their scores, after the token ``before``; the earlier one wins a tie."""
         ids = self._candidates[row]
         return ids, self._logits[row, ids] + self._successor[ids] @ (self._predecessor[before] * self._g[row])
 
@@ -79,7 +79,7 @@ class MarkovStep:
 
 
 class WalkRows:
-    """Draft rows behind a walk; see :class:`edge_dflash.decode.backend.Rows`.
+    """Draft rows of a walk; see :class:`edge_dflash.decode.backend.Rows`.
 
     The last walk stands until another one replaces it, whole or from some row on: ``logits`` and ``confidence`` are
     those along it, and a row that is asked again has the predecessor that it had there.
@@ -100,7 +100,7 @@ class WalkRows:
         return self.choose(GREEDY, 0, [None] * len(self))
 
     def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0) -> list[int]:
-        """Walk on from row ``first``, behind the tokens that the last walk chose before it."""
+        """Walk on from row ``first``, after the tokens that the last walk chose before it."""
         if len(self._path) < first:
             self.argmax()
         path, step = self._path[:first], self._step()

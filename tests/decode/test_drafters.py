@@ -5,12 +5,12 @@ from dataclasses import replace
 import drafter_maths
 import numpy as np
 import pytest
-from fakes import Stepped
-from golden_pairs import WALKS, golden, pair, programs, same_bits, store
-from verify_support import BACKENDS, exact
+from fakes import Grammar, Stepped
+from golden_pairs import WALKS, golden, pair, programs, store
+from verify_support import exact
 
 from edge_dflash.checks.golden import check_golden
-from edge_dflash.checks.lossless import Adversary, drafters, oracle_until, verify_lossless
+from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.cycle import host_cycle
 from edge_dflash.decode.delegate import Delegate
@@ -26,62 +26,15 @@ def prompts(name, count=3):
     return [golden(name)[f"p{i}.prompt"].tolist() for i in range(count)]
 
 
-@pytest.mark.parametrize("kind", BACKENDS)
-@pytest.mark.parametrize("name", WALKS)
-def test_speculative_is_plain_with_every_drafter_and_accept_length(name, kind):
-    short, _, long = prompts(name)  # long: its answer ends in another tile of keys
-    prompt = (short, long)[(WALKS.index(name) + (kind == "engine")) % 2]  # each with every pair, and in both kinds
-    result = verify_lossless(BACKENDS[kind](name), [prompt], max_new_tokens=28, sampled=SAMPLED)
-    assert result.differences == ()
-    assert result.untried == ()
-    assert set(range(1, pair(name).verify_rows + 1)) <= set(result.histogram["staircase"])
-
-
-@pytest.mark.parametrize("mode", [Options(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", WALKS)
-def test_every_accept_length_leaves_tokens_and_state_of_plain_decoding(name, mode):
-    backend, prompt, options = exact(name), prompts(name)[1], replace(mode, max_new_tokens=19)
-    plain = generate(backend, prompt, replace(options, speculative=False)).tokens
-    state = backend.snapshot()
-    for right in range(backend.shape.verify_rows):
-        backend.reset()
-        found = generate(Adversary(backend, [*prompt, *plain], oracle_until(right)), prompt, options)
-        assert found.tokens == plain
-        assert set(found.accept_lengths[:-1]) <= {right + 1}
-        assert same_bits(backend.snapshot(), state)
-
-
-class Classes:
+class Forced(Grammar):
     """A grammar of classes: the token at step i is i modulo 3, and every fifth one is forced."""
 
-    def __init__(self):
-        self.path = []
-
     def allowed(self):
-        return np.arange(512) % 3 == len(self.path) % 3
-
-    def push(self, token):
-        if token % 3 != len(self.path) % 3 or (self.forced() and token != self.forced()[0]):
-            return False
-        self.path.append(token)
-        return True
-
-    def pop(self, count):
-        if count:
-            del self.path[-count:]
+        forced = self.forced()
+        return np.arange(512) == forced[0] if forced else np.arange(512) % 3 == len(self.path) % 3
 
     def forced(self):
         return (300 + len(self.path) % 3,) if len(self.path) % 5 == 4 else ()
-
-
-class Forced(Classes):
-    """The same with a mask that says what is forced."""
-
-    def allowed(self):
-        allowed = super().allowed()
-        if forced := self.forced():
-            allowed = np.arange(512) == forced[0]
-        return allowed
 
 
 @pytest.mark.parametrize("mode", [Options(), SAMPLED], ids=["greedy", "sampled"])

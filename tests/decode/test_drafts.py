@@ -2,11 +2,14 @@
 
 import math
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from random import Random
 
 import pytest
 from fakes import SHAPE, FakeBackend
 
+from edge_dflash.bench.workload import reached
 from edge_dflash.checks.lossless import ByTurns
 from edge_dflash.decode.backend import row_steps
 from edge_dflash.decode.controls import Controls, Pace
@@ -20,6 +23,7 @@ from edge_dflash.decode.drafts import (
     DraftChoice,
     Drafting,
     Seconds,
+    VaryingSeconds,
     draft_choice,
     measure,
     share_of,
@@ -51,48 +55,56 @@ def few_experts(drafts):
 COSTS = {"dense": dense, "experts": experts, "few": few_experts}
 
 
-def tokens(share, drafts):
-    """Expected tokens of a cycle."""
-    return sum(share**n for n in range(drafts + 1))
+def passes(cost):
+    """Seconds of drafting, a tenth of a cycle, and of the verify."""
+    return lambda drafts: (0.1 * cost(drafts), 0.9 * cost(drafts)) if drafts else (0.0, cost(0))
+
+
+def tokens(shares, drafts):
+    """Expected of a cycle; ``shares``: acceptance by position."""
+    expected = reach = 1.0
+    for share in shares[:drafts]:
+        reach *= share
+        expected += reach
+    return expected
 
 
 class Plant:
     """Cycles of a made-up engine: a profile of acceptance, and times that are noisy and now and then far too long."""
 
-    def __init__(self, cost, seed, choice):
-        self.cost, self.random, self.choice = cost, Random(seed), choice
+    def __init__(self, seed, choice, numbers):
+        self.random, self.choice, self.numbers = Random(seed), choice, numbers
 
-    def run(self, share, cycles):
-        """Speed of so many cycles beside the best fixed number's, noise of the draws left out."""
+    def run(self, shares, cycles, cost):
+        """Speed of so many cycles next to that of the best fixed number, noise of the draws left out."""
         made = spent = 0.0
         for _ in range(cycles):
             drafts, accepted = self.choice.drafts, 0
-            while accepted < drafts and self.random.random() < share:
+            while accepted < drafts and self.random.random() < shares[accepted]:
                 accepted += 1
-            seconds = self.cost(drafts) * self.random.gauss(1.0, 0.02) * (3.0 if self.random.random() < 0.005 else 1.0)
-            verify = 0.9 * seconds if drafts else seconds
-            self.choice.record(drafts, drafts, accepted, seconds - verify, verify)
-            made, spent = made + tokens(share, drafts), spent + self.cost(drafts)
-        best = max(tokens(share, k) / self.cost(k) for k in range(MOST + 1))
-        return made / spent / best
+            noise = self.random.gauss(1.0, 0.02) * (3.0 if self.random.random() < 0.005 else 1.0)
+            propose, verify = cost(drafts)
+            self.choice.record(drafts, drafts, accepted, propose * noise, verify * noise)
+            made, spent = made + tokens(shares, drafts), spent + propose + verify
+        return made / spent / max(tokens(shares, drafts) / sum(cost(drafts)) for drafts in self.numbers)
 
 
-def plants(cost, count=6):
-    cost = COSTS[cost]
-    return [Plant(cost, seed, DraftChoice(MOST, {k: cost(k) for k in STEPS})) for seed in range(count)]
+def plants(name, count=6):
+    cost, numbers = COSTS[name], range(MOST + 1)
+    choices = [DraftChoice(MOST, {k: cost(k) for k in STEPS}) for _ in range(count)]
+    return [Plant(seed, choice, numbers) for seed, choice in enumerate(choices)], passes(cost)
 
 
 def mean(values):
+    values = list(values)
     return sum(values) / len(values)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 @pytest.mark.parametrize("cost", COSTS)
 def test_the_chosen_number_is_within_3_percent_of_the_best_fixed_one_after_64_cycles(cost, share):
-    made = plants(cost)
-    for plant in made:
-        plant.run(share, 64)
-    assert mean([plant.run(share, 400) for plant in made]) > 0.97
+    made, seconds = plants(cost)
+    assert mean(one.run([share] * MOST, 64, seconds) and one.run([share] * MOST, 400, seconds) for one in made) > 0.97
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.5), (0.5, 0.9), (0.05, 0.9), (0.3, 0.7)])
@@ -100,21 +112,21 @@ def test_the_chosen_number_is_within_3_percent_of_the_best_fixed_one_after_64_cy
 @pytest.mark.parametrize("cost", COSTS)
 def test_another_acceptance_is_followed(cost, told, before, after):
     """Whatever the accept length at build was: a drafter that was no good once may be good on other text."""
-    made = plants(cost)
+    made, seconds = plants(cost)
     for plant in made:
         if told is not None:
             plant.choice.acceptance.begin(told)
-        plant.run(before, 300)
-        plant.run(after, 250)
-    assert mean([plant.run(after, 400) for plant in made]) > 0.97
+        plant.run([before] * MOST, 300, seconds)
+        plant.run([after] * MOST, 250, seconds)
+    assert mean(plant.run([after] * MOST, 400, seconds) for plant in made) > 0.97
 
 
 @pytest.mark.parametrize("cost", COSTS)
 def test_a_drafter_that_is_never_right_costs_little(cost):
-    made = plants(cost)
+    made, seconds = plants(cost)
     for plant in made:
-        plant.run(0.0, 64)
-    assert mean([plant.run(0.0, 1000) for plant in made]) > 0.96
+        plant.run([0.0] * MOST, 64, seconds)
+    assert mean(plant.run([0.0] * MOST, 1000, seconds) for plant in made) > 0.96
 
 
 def test_seconds_that_were_not_measured_are_learned_and_plain_decoding_is_taken_for_a_verify():
@@ -165,9 +177,9 @@ def test_acceptance_is_by_position_and_an_unseen_one_has_that_of_the_position_be
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
 def test_an_accept_length_that_was_seen_counts_until_cycles_have_run(share):
-    assert share_of(tokens(share, 15), 15) == pytest.approx(share, abs=1e-5)
+    assert share_of(tokens([share] * 15, 15), 15) == pytest.approx(share, abs=1e-5)
     acceptance, unknown = Acceptance(15), Acceptance(15)
-    acceptance.begin(tokens(share, 15))
+    acceptance.begin(tokens([share] * 15, 15))
     first = acceptance.tokens()[1] - 1.0
     assert first == pytest.approx((START * share + WEIGHT * FIRST) / (START + WEIGHT), abs=1e-4)
     for _ in range(1000):
@@ -250,3 +262,76 @@ def test_another_number_is_taken_where_it_gains_something(share, chosen):
     for _ in range(8):
         choice.record(3, 3, 3, 1.0, 1.0)
     assert choice.drafts == chosen
+
+
+# targets with experts: tokens say what rows cost, by bytes of a published one ------------------------------
+
+DRAFTER = 0.2  # seconds, where a plain token takes 1
+EXPERT = 0.0315  # seconds of one more of 256 in all layers: 16 rows that choose 8 each alone take 3.96
+PUBLISHED = [1.0, *reached("published", MOST)]
+PROFILES = {"published": [after / before for before, after in pairwise(PUBLISHED)]}
+PROFILES |= {f"{share:.0%}": [share] * MOST for share in (0.9, 0.7, 0.5, 0.0)}
+
+
+def read(rows, alike):
+    """Of which ``rows`` read, a share of which are alike."""
+    return alike * 8 + (1 - alike) * 256 * (1 - (1 - 8 / 256) ** rows)
+
+
+def cost(drafts, alike, pace=1.0):
+    """Seconds of drafting and of the verify."""
+    return (pace * DRAFTER if drafts else 0.0), pace * (1.0 + EXPERT * (read(drafts + 1, alike) - 8))
+
+
+def varying(load, seed, seconds=None):
+    """An engine that was measured at load with rows of which ``load`` chose the same experts."""
+    choice = DraftChoice(MOST)
+    choice.seconds = (seconds or VaryingSeconds)({drafts: sum(cost(drafts, load)) for drafts in STEPS})
+    return Plant(seed, choice, STEPS)
+
+
+def settled(shares, load, alike, seconds=VaryingSeconds):
+    """Speed next to the best after 100 cycles."""
+    made, now = [varying(load, seed, seconds) for seed in range(6)], partial(cost, alike=alike)
+    return mean(plant.run(shares, 100, now) and plant.run(shares, 600, now) for plant in made)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("alike", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("load", [0.0, 0.5, 1.0])
+def test_the_chosen_number_is_near_the_best_whatever_the_rows_of_the_load_chose(load, alike, profile):
+    assert settled(PROFILES[profile], load, alike) > (0.96 if PROFILES[profile][0] else 0.93)
+
+
+def test_seconds_of_the_load_alone_would_be_believed_for_too_long():
+    assert settled(PROFILES["70%"], 1.0, 0.0, Seconds) < 0.9
+    assert settled(PROFILES["70%"], 0.0, 1.0, Seconds) < 0.9
+
+
+@pytest.mark.parametrize("profile", ["published", "70%"])
+def test_other_tokens_and_another_pace_are_followed(profile):
+    shares = PROFILES[profile]
+    for before, after in ((0.0, 1.0), (1.0, 0.0)):
+        made, now = [varying(0.3, seed) for seed in range(6)], partial(cost, alike=after, pace=1.5)
+        for plant in made:
+            plant.run(shares, 300, partial(cost, alike=before))
+            plant.run(shares, 150, now)
+        assert mean(plant.run(shares, 400, now) for plant in made) > 0.95
+
+
+def test_one_row_costs_the_same_whatever_was_learned_of_others():
+    seconds = VaryingSeconds({drafts: sum(cost(drafts, 1.0)) for drafts in STEPS})
+    for _ in range(200):
+        seconds.record(MOST, *cost(MOST, 0.0))
+    assert seconds.of(MOST) == pytest.approx(sum(cost(MOST, 0.0)), rel=0.01)
+    assert seconds.of(0) == pytest.approx(1.0, rel=0.01)
+    for _ in range(200):
+        seconds.record(MOST, *cost(MOST, 0.0, 2.0))
+    assert seconds.of(0) == pytest.approx(2.0, rel=0.02)
+
+
+def test_a_backend_says_whether_its_rows_vary():
+    for varying, kind in ((True, VaryingSeconds), (False, Seconds)):
+        choice = DraftChoice(SHAPE.drafts)
+        choice.begin(FakeBackend(replace(SHAPE, varying=varying)), None)
+        assert type(choice.seconds) is kind

@@ -9,6 +9,7 @@ import pytest
 from fakes import SHAPE, FakeBackend
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 from lane_mixes import LANES, Mix, differences
+from session_support import answer, state_of
 
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.controls import Controls, Interrupted
@@ -150,3 +151,52 @@ def test_who_rests_longest_gives_its_lane_away():
     second.resting = True
     next(runs[2])
     assert [manager.lanes.of(one) is not None for one in (first, second, third)] == [True, False, True]
+
+
+# what a request that ends before its first token leaves ---------------------------------------------------------------
+
+NAME = "qwen3_5"
+LONG = golden(NAME)["p1.prompt"].tolist()
+PLAIN = Options(max_new_tokens=30, speculative=False)
+
+
+class GivesUp:
+    """A grammar that never comes to the first token."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def masks(self, drafts):
+        raise self._error
+
+
+def ended_at_its_first_token(session, prompt, error):
+    try:
+        return [step.tokens for step in answer(session, prompt, PLAIN, controls=Controls(constraint=GivesUp(error)))]
+    except RequestError:
+        return []
+
+
+@pytest.mark.parametrize("error", [Interrupted("cancelled"), RequestError("the grammar cannot go on")])
+def test_a_session_goes_on_in_another_lane_with_what_it_has_alone(error):
+    """Its rows grow over the length that the lane has where its prompt ended."""
+    b = backend(NAME, ENGINE, prefill_chunk=8, lanes=2)
+    session = SessionManager(b).open()
+    assert not any(ended_at_its_first_token(session, LONG[:20], error))
+    assert (b.length(0), session.rows) == (20, 16)
+    found = [token for step in answer(session, [7, 8, 9, 10, 11], PLAIN) for token in step.tokens]
+    assert tuple(found) == generate(backend(NAME, ENGINE), [7, 8, 9, 10, 11], PLAIN).tokens
+    alone = SessionManager(backend(NAME, ENGINE)).open()
+    list(answer(alone, [7, 8, 9, 10, 11], PLAIN))
+    assert same_bits(state_of(session).snapshot, state_of(alone).snapshot)
+
+
+def test_a_refused_grammar_costs_nobody_else_a_row():
+    b = backend(NAME, ENGINE, prefill_chunk=8, lanes=2)
+    manager = SessionManager(b)
+    neighbour = manager.open()
+    run = turns(neighbour, admit(b.shape, LONG[:20], PLAIN))
+    asked = next(one for one in run if isinstance(one, Asked))
+    run.send(b.cycle(asked))
+    assert not any(ended_at_its_first_token(manager.open(), LONG[:9], RequestError("the grammar cannot go on")))
+    assert manager.lanes.of(neighbour) == asked.lane

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
 from itertools import zip_longest
 
 import numpy as np
@@ -14,7 +13,7 @@ from golden_pairs import NAMES, backend, golden
 from session_support import answer, forked
 from verify_support import BACKENDS
 
-from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
+from edge_dflash.checks.lossless import Adversary, drafters
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.delegate import Delegate
@@ -23,7 +22,6 @@ from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import TokenLogprob, token_logprobs
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
-from tests.decode.test_losslessness import CASES, OPTIONS, plain
 from tests.decode.test_spec_path import Brittle
 
 PROMPT = (3, 1, 4)
@@ -191,24 +189,6 @@ class TestGoldens:
         assert tokens == file[f"{prompt}.greedy_tokens"].tolist()
         rows = file[f"{prompt}.teacher_forced_logits"][len(ids) - 1 : len(ids) + 63]
         check(logprobs, log_softmax(rows), 20, TOLERANCE)
-
-
-@cache
-def plain_logprobs(name, kind, mode):
-    prompt, tokens, _ = plain(name, kind, mode)
-    made = found(BACKENDS[kind](name), prompt, replace(OPTIONS[mode], logprobs=4), speculative=False)
-    assert made[0] == list(tokens)
-    return prompt, tokens, made[1]
-
-
-@pytest.mark.parametrize(("name", "kind", "mode"), [case for case in CASES if case[1:] != ("engine", "greedy")])
-@pytest.mark.parametrize("right", range(8))
-def test_every_accept_length_of_a_pair_gives_those_of_plain_decoding(name, kind, mode, right):
-    prompt, tokens, logprobs = plain_logprobs(name, kind, mode)
-    adversary = Adversary(BACKENDS[kind](name), [*prompt, *tokens], oracle_until(right))
-    made = found(adversary, prompt, replace(OPTIONS[mode], logprobs=4))
-    assert made[0] == list(tokens)
-    assert made[1] == logprobs
 
 
 @pytest.mark.parametrize("drafter", drafters(0, 1, 8))

@@ -1,59 +1,85 @@
-"""Every accept length 0..B-1, forced by an adversarial drafter: same tokens, same state bits as token by token."""
+"""Every accept length 0..K, forced by an adversarial drafter: tokens, log-probabilities and state as token by token."""
 
 from dataclasses import replace
 from functools import cache
 
 import pytest
 from fakes import SHAPE, FakeBackend
-from golden_pairs import NAMES, golden, same_bits
+from golden_pairs import EXPERTS, NAMES, WALKS, golden, pair, same_bits
+from pictures_support import mixed, picture
 from verify_support import BACKENDS
 
-from edge_dflash.checks.lossless import Adversary, oracle_until
+from edge_dflash.checks.lossless import Adversary, oracle_until, verify_lossless
 from edge_dflash.decode.backend import Cycle
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.loop import collect, generate, stream
 from edge_dflash.decode.options import Options
+from edge_dflash.decode.pictured import Pictured
 from edge_dflash.decode.tree import check_chain
 from edge_dflash.errors import BackendError
 
-OPTIONS = {
-    "greedy": Options(max_new_tokens=19),
-    "sampled": Options(max_new_tokens=19, temperature=4.0, top_k=40, top_p=0.9, seed=7),
-}
-CASES = [(n, k, m) for n in NAMES for k, m in (("engine", "greedy"), ("engine", "sampled"), ("float32", "greedy"))]
+SAMPLED = Options(temperature=4.0, top_k=40, top_p=0.9, seed=7)
+MODES = {"greedy": Options(), "sampled": SAMPLED}
+CASES = [
+    *((n, k, m) for n in NAMES for k, m in (("engine", "greedy"), ("engine", "sampled"), ("float32", "greedy"))),
+    *((n, "float32", m) for n in WALKS for m in MODES),
+    *((EXPERTS, k, m) for k in BACKENDS for m in MODES),
+    ("vision", "engine", "greedy"),
+]
+SEEN = mixed([165, 27, 143], picture(0), [36, 105], picture(1), [165, 27, 143])
+
+
+def run(backend, said, mode, **changes):
+    """Tokens, accept lengths and log-probabilities of an answer of 19 tokens."""
+    options = replace(MODES[mode], max_new_tokens=19, logprobs=4, **changes)
+    steps = list(stream(backend, said.ids, options, pictures=said.pictures))
+    found = collect(steps)
+    return found.tokens, found.accept_lengths, [one for step in steps for one in step.logprobs]
 
 
 @cache
 def plain(name, kind, mode):
-    """Plain tokens, and the state after a fresh run of them, one verified and committed row at a time."""
-    backend, prompt = BACKENDS[kind](name), golden(name)["p1.prompt"].tolist()
-    tokens = generate(backend, prompt, replace(OPTIONS[mode], speculative=False)).tokens
+    """A prompt, its plain answer, and the state after a fresh run of it, one verified and committed row at a time."""
+    backend = BACKENDS[kind](name)
+    said = SEEN if name == "vision" else Pictured(golden(name)["p1.prompt"].tolist())
+    tokens, _, logprobs = run(backend, said, mode, speculative=False)
     backend.reset()
-    backend.prefill(prompt)
+    backend.prefill(said.ids, 0, said.sight(0, len(said.ids), lambda placed: backend.see(placed.picture)))
     for token in tokens[:-1]:
         backend.verify([token])
         backend.commit(1)
         backend.flush()
-    return prompt, tokens, backend.snapshot()
+    return said, tokens, logprobs, backend.snapshot()
 
 
 @pytest.mark.parametrize(("name", "kind", "mode"), CASES)
 @pytest.mark.parametrize("right", range(8))
 def test_every_accept_length_leaves_tokens_and_state_of_plain_decoding(name, kind, mode, right):
-    prompt, tokens, state = plain(name, kind, mode)
+    said, tokens, logprobs, state = plain(name, kind, mode)
     backend = BACKENDS[kind](name)
-    found = generate(Adversary(backend, [*prompt, *tokens], oracle_until(right)), prompt, OPTIONS[mode])
-    assert found.tokens == tokens
-    assert set(found.accept_lengths[:-1]) <= {right + 1}  # the budget may cut the last cycle
-    assert len(found.accept_lengths) == -(-18 // (right + 1))
+    found = run(Adversary(backend, [*said.ids, *tokens], oracle_until(right)), said, mode)
+    assert (found[0], found[2]) == (tokens, logprobs)
+    assert set(found[1][:-1]) <= {right + 1}  # the budget may cut the last cycle
+    assert len(found[1]) == -(-18 // (right + 1))
     assert same_bits(backend.snapshot(), state)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_engine_and_float32_states_differ_so_equality_is_not_trivial(name):
-    states = [plain(name, kind, "greedy")[2] for kind in BACKENDS]
+    states = [plain(name, kind, "greedy")[3] for kind in BACKENDS]
     assert not same_bits(*states)
     assert any(array.any() for array in states[0].arrays.values())
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("name", [*WALKS, EXPERTS])
+def test_speculative_is_plain_with_every_drafter(name, kind):
+    """Each pair in both kinds; the answer to the long prompt ends in another tile of keys."""
+    which = (0, 2)[([*WALKS, EXPERTS].index(name) + (kind == "engine")) % 2]
+    prompt = golden(name)[f"p{which}.prompt"].tolist()
+    result = verify_lossless(BACKENDS[kind](name), [prompt], max_new_tokens=28, sampled=SAMPLED)
+    assert (result.differences, result.untried) == ((), ())
+    assert set(range(1, pair(name).verify_rows + 1)) <= set(result.histogram["staircase"])
 
 
 # trees ----------------------------------------------------------------------------------------------------------------
@@ -89,9 +115,9 @@ class Trees(Delegate):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_path_of_a_tree_leaves_tokens_and_state_of_plain_decoding(name):
-    prompt, tokens, state = plain(name, "engine", "greedy")
-    trees = Trees(BACKENDS["engine"](name), [*prompt, *tokens], TREE)
-    assert generate(trees, prompt, OPTIONS["greedy"]).tokens == tokens
+    said, tokens, _, state = plain(name, "engine", "greedy")
+    trees = Trees(BACKENDS["engine"](name), [*said.ids, *tokens], TREE)
+    assert generate(trees, said.ids, Options(max_new_tokens=19)).tokens == tokens
     assert (0, 2, 4, 5)[: trees.shape.verify_rows] in trees.paths
     assert same_bits(trees.snapshot(), state)
 

@@ -43,19 +43,6 @@ def test_a_random_tower_before_another_target():
     assert result.accept_length > 0
 
 
-@pytest.mark.parametrize("right", range(8))
-def test_every_accept_length_leaves_tokens_and_state_of_plain_decoding(right):
-    said, options, b = PLACES["two"], Options(max_new_tokens=19), backend(NAME, ENGINE)
-    plain = generate(b, said.ids, replace(options, speculative=False), pictures=said.pictures)
-    state = b.snapshot()
-    b.reset()
-    around = Adversary(b, [*said.ids, *plain.tokens], oracle_until(right))
-    found = generate(around, said.ids, options, pictures=said.pictures)
-    assert found.tokens == plain.tokens
-    assert set(found.accept_lengths[:-1]) <= {right + 1}
-    assert same_bits(b.snapshot(), state)
-
-
 @pytest.mark.parametrize("place", ["two", "adjacent"])
 @pytest.mark.parametrize("mode", MODES)
 def test_no_chunk_boundary_changes_a_token_or_a_bit(place, mode):

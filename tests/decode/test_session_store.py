@@ -64,9 +64,6 @@ def test_what_is_larger_than_the_budget_is_refused_and_drops_nothing():
 def test_a_snapshot_of_other_tokens_is_a_mistake(tokens, length):
     with pytest.raises(ValueError, match=f"snapshot of {length} tokens cannot stand for a prefix of {len(tokens)}"):
         PrefixStore(1000).put(tokens, snapshot(length))
-
-
-def test_a_negative_budget_is_a_mistake():
     with pytest.raises(ValueError, match="-1 bytes"):
         PrefixStore(-1)
 

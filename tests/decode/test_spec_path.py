@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fakes import SHAPE, FakeBackend, Stepped
+from fakes import SHAPE, FakeBackend, Grammar, Stepped
 
 from edge_dflash.decode.controls import Controls, Interrupted
 from edge_dflash.decode.loop import generate, stream
@@ -17,14 +17,12 @@ PROMPT = (3, 1, 4)
 OPTIONS = Options(max_new_tokens=20)
 
 
-class Brittle:
-    """Allows everything below 60, and cannot go on behind any token that is not of the wanted path."""
+class Brittle(Grammar):
+    """Allows everything below 60, and cannot go on after any token that is not of the wanted path."""
 
     def __init__(self, wanted, where):
-        self.wanted = wanted
-        self.where = where  # the method that raises
-        self.path = []
-        self.raised = 0
+        super().__init__()
+        self.wanted, self.where, self.raised = wanted, where, 0  # where: the method that raises
 
     def _check(self, name, path):
         if name == self.where and list(path) != list(self.wanted[: len(path)]):
@@ -41,10 +39,6 @@ class Brittle:
             return False  # and what is forced is asked for then
         self.path.append(token)
         return True
-
-    def pop(self, count):
-        if count:
-            del self.path[-count:]
 
     def forced(self):
         self._check("forced", self.path)
@@ -73,25 +67,15 @@ def test_a_grammar_that_gives_up_beside_the_plain_path_changes_nothing(where, ri
     assert min(result.accept_lengths[:-1]) >= 1 + right
 
 
-def drain(steps, into):
-    for step in steps:
-        into += step.tokens
-
-
 def test_a_grammar_that_gives_up_on_the_plain_path_fails_both_alike():
     plain = wanted()
     for speculative in (True, False):
         grammar, seen = Brittle((*plain[:9], 61), "push"), []
-        with pytest.raises(RequestError, match="cannot go on"):
-            drain(
-                stream(
-                    FakeBackend(),
-                    PROMPT,
-                    replace(OPTIONS, speculative=speculative),
-                    controls=Controls(constraint=Stepped(grammar)),
-                ),
-                seen,
-            )
+        controls, options = Controls(constraint=Stepped(grammar)), replace(OPTIONS, speculative=speculative)
+        steps = stream(FakeBackend(), PROMPT, options, controls=controls)
+        with pytest.raises(RequestError, match="cannot go on"):  # noqa: PT012
+            for step in steps:
+                seen += step.tokens
         assert tuple(seen) == plain[: len(seen)]
         assert len(seen) <= 9
 

@@ -203,3 +203,26 @@ class Stepped:
 
     def forced(self):
         return self.inner.forced()
+
+
+class Grammar:
+    """A grammar by the tokens so far, in ``path``: subclasses say what may come next, and what must."""
+
+    def __init__(self):
+        self.path = []
+
+    def allowed(self):
+        return None
+
+    def forced(self):
+        return ()
+
+    def push(self, token):
+        mask = self.allowed()
+        if mask is not None and not mask[token]:
+            return False
+        self.path.append(token)
+        return True
+
+    def pop(self, count):
+        del self.path[len(self.path) - count :]

@@ -6,9 +6,9 @@ from edge_dflash.decode.options import Options, admit
 from edge_dflash.decode.session import to_end
 
 
-def answer(session, prompt, options, *, keep=(), controls=NO_CONTROLS):
+def answer(session, prompt, options, *, stop=(), keep=(), controls=NO_CONTROLS):
     """Steps of an answer in a session; checked now, begun with the first step."""
-    return decode(session, admit(session.backend.shape, prompt, options, (), keep), controls)
+    return decode(session, admit(session.backend.shape, prompt, options, stop, keep), controls)
 
 
 def forked(session):

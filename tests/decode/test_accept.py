@@ -4,13 +4,53 @@ import numpy as np
 import pytest
 from fakes import FakeBackend
 from golden_pairs import backend, golden
+from hypothesis import given
+from hypothesis import strategies as st
 
-from edge_dflash.decode.accept import Relaxation, ThinkingSpan, accepted
+from edge_dflash.decode.accept import Relaxation, ThinkingSpan, accepted, cut
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
+
+tokens = st.lists(st.integers(0, 3), min_size=1, max_size=16)
+
+
+@given(tokens, tokens)
+def test_accepted_is_the_longest_agreeing_prefix(drafts, choices):
+    drafts = drafts[: len(choices) - 1]
+    n = accepted(drafts, choices)
+    assert drafts[:n] == choices[:n]
+    assert n == len(drafts) or drafts[n] != choices[n]
+
+
+def test_accepted_counts_nothing_after_the_first_difference():
+    assert accepted([5, 6, 7], [5, 9, 7, 1]) == 1
+    assert accepted([], [4]) == 0
+    assert accepted([1, 2], [1, 2, 3]) == 2
+    assert accepted([1, 2, 3], [0, 2, 0, 4], [True, False, False]) == 2  # tolerated drafts pass
+    assert accepted([1, 2, 3], [0, 2, 0, 4], [False, False, False]) == 0
+
+
+@given(tokens, st.sets(st.integers(0, 3)), st.integers(1, 20))
+def test_cut_keeps_a_prefix_that_ends_at_the_first_stop_or_the_budget(new, stop, budget):
+    kept, reason = cut(new, stop, budget, "length")
+    assert kept == new[: len(kept)]
+    assert 1 <= len(kept) <= budget
+    first_stop = next((i for i, t in enumerate(new[:budget]) if t in stop), None)
+    if first_stop is not None:
+        assert (len(kept), reason) == (first_stop + 1, "stop")
+    elif len(new) >= budget:
+        assert (len(kept), reason) == (budget, "length")
+    else:
+        assert (kept, reason) == (new, None)
+
+    assert cut([1, 2], {2}, 2, "length") == ([1, 2], "stop")
+    assert cut([1, 2], set(), 1, "context") == ([1], "context")
+
+
+# relaxed --------------------------------------------------------------------------------------------------------------
 
 CLOSE, STOP = 7, 9
 LOGITS = np.array([[5.0, 4.5, 4.2, 3.0, 0.0, 0.0, 0.0, 4.9, 0.0, 4.8]] * 3, np.float32)
@@ -38,11 +78,6 @@ def test_acceptance_is_strict_once_the_span_is_closed():
     thinking.commit([CLOSE])
     thinking.commit([1])
     assert thinking.tolerated(LOGITS, [1], [0, 0]) == [False]
-
-
-def test_accepted_lets_tolerated_drafts_pass():
-    assert accepted([1, 2, 3], [0, 2, 0, 4], [True, False, False]) == 2
-    assert accepted([1, 2, 3], [0, 2, 0, 4], [False, False, False]) == 0
 
 
 @pytest.mark.parametrize("bad", [{"top_k": 0}, {"margin": -1.0}, {"margin": float("nan")}])

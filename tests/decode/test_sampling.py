@@ -1,24 +1,12 @@
 import numpy as np
 import pytest
+from fakes import FakeRows
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as stn
 
-from edge_dflash.decode.sampling import Sampling, candidates, choose, choose_row, gumbel, philox
+from edge_dflash.decode.sampling import Sampling, candidates, choose, choose_row, gumbel, pack, philox, unpack, weights
 from edge_dflash.errors import RequestError
-
-
-class FixedRows:
-    def __init__(self, logits):
-        self._logits = np.asarray(logits, dtype=np.float32)
-
-    def __len__(self):
-        return len(self._logits)
-
-    def argmax(self):
-        return [int(i) for i in self._logits.argmax(-1)]
-
-    def logits(self):
-        return self._logits
 
 
 def test_philox_known_answers():
@@ -41,22 +29,22 @@ def _philox_scalar(token, position, seed):
 
 
 def test_greedy_takes_the_lowest_id_on_a_tie():
-    assert choose(FixedRows([[1.0, 3.0, 3.0]]), Sampling(), 0) == [1]
+    assert choose(FakeRows([[1.0, 3.0, 3.0]]), Sampling(), 0) == [1]
 
 
 @given(st.integers(0, 10_000), st.integers(1, 6), st.integers(0, 2**64 - 1))
 def test_a_row_is_chosen_by_its_position_alone(position, rows, seed):
     logits = np.random.default_rng(3).normal(size=(rows, 50)).astype(np.float32)
     sampling = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=seed)
-    together = choose(FixedRows(logits), sampling, position)
-    alone = [choose(FixedRows(logits[r : r + 1]), sampling, position + r)[0] for r in range(rows)]
+    together = choose(FakeRows(logits), sampling, position)
+    alone = [choose(FakeRows(logits[r : r + 1]), sampling, position + r)[0] for r in range(rows)]
     assert together == alone
 
 
 def test_choices_follow_the_softmax():
     logits = np.array([2.0, 1.0, 0.0, -1.0], np.float32)
     temperature, draws = 0.7, 20_000
-    rows = FixedRows(np.tile(logits, (draws, 1)))
+    rows = FakeRows(np.tile(logits, (draws, 1)))
     counts = np.bincount(choose(rows, Sampling(temperature=temperature, seed=11), 0), minlength=4)
     p = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
     chi_square = float((((counts - draws * p) ** 2) / (draws * p)).sum())
@@ -84,21 +72,18 @@ def test_top_k_then_top_p():
 
 @pytest.mark.parametrize(
     "bad",
-    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": -1}],
+    [
+        *({"temperature": value} for value in (-1.0, float("nan"), -1e-310, "a")),
+        *({"top_k": -1}, {"top_k": 1.5}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": -1}, {"seed": 1.5}),
+    ],
 )
-def test_values_outside_their_range_are_refused(bad):
-    with pytest.raises(RequestError, match=next(iter(bad))):
-        Sampling(**bad)
-
-
-@pytest.mark.parametrize("bad", [{"temperature": -1e-310}, {"temperature": "a"}, {"top_k": 1.5}, {"seed": 1.5}])
-def test_values_of_another_kind_or_too_small_are_refused(bad):
+def test_values_outside_their_range_or_of_another_kind_are_refused(bad):
     with pytest.raises(RequestError, match=next(iter(bad))):
         Sampling(**bad)
 
 
 def test_the_smallest_temperature_is_nearly_greedy():
-    rows = FixedRows(np.tile(np.array([1.0, 3.0, 2.0], np.float32), (50, 1)))
+    rows = FakeRows(np.tile(np.array([1.0, 3.0, 2.0], np.float32), (50, 1)))
     assert set(choose(rows, Sampling(1e-4, top_p=0.9), 0)) == {1}
 
 
@@ -110,3 +95,30 @@ def test_logits_that_are_no_numbers_give_some_token(value, sampling):
     assert 0 <= choose_row(row, sampling, 5) < 20
     row[:10] = 1.0
     assert 0 <= choose_row(row, sampling, 5) < 20
+
+
+@given(stn.arrays(np.bool_, st.integers(1, 200)))
+def test_packed_flags_are_unpacked_as_they_were(flags):
+    words = pack(flags)
+    assert (words.dtype, words.shape) == (np.uint32, ((len(flags) + 31) // 32,))
+    assert [int(words[t // 32]) >> t % 32 & 1 for t in range(len(flags))] == flags.tolist()
+    assert int(words[-1]) >> ((len(flags) - 1) % 32 + 1) == 0
+    np.testing.assert_array_equal(unpack(words, len(flags)), flags)
+
+
+@given(st.lists(st.floats(-60, 60), min_size=1, max_size=50), st.floats(1e-3, 100))
+def test_weights_are_the_exponentials_in_whole_units(logits, temperature):
+    row = np.sort(np.array(logits))[::-1]
+    found = weights(row, temperature)
+    wanted = np.exp((row - row[0]) / temperature) * 2.0**40
+    assert found[0] == 2**40
+    np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=1e-14, atol=0.51)
+    assert (np.diff(found.astype(np.int64)) <= 0).all()
+
+
+def test_the_cut_of_equal_tokens_is_exact():
+    row = np.zeros(1000, np.float32)
+    for top_p, kept in ((0.25, 250), (0.2505, 251), (1e-9, 1), (1 - 2**-53, 1000)):
+        seen = {choose_row(row, Sampling(1.0, top_p=top_p, seed=seed), 0) for seed in range(200)}
+        assert max(seen) < kept
+        assert kept < 1000 or max(seen) > 900

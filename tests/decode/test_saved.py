@@ -1,3 +1,5 @@
+"""Sessions as files: all comes back, what does not fit or is damaged is refused by name, a save is whole or nothing."""
+
 from __future__ import annotations
 
 import errno
@@ -8,17 +10,27 @@ import stat
 import numpy as np
 import pytest
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
+from pictures_support import SPEC, ask, changed, given, mixed, noise, picture
 from safetensors.numpy import load_file, save_file
 from session_support import answer, state_of
 
+from edge_dflash.decode import saved
 from edge_dflash.decode.backend import Precision, Snapshot
+from edge_dflash.decode.loop import collect
 from edge_dflash.decode.options import Options
+from edge_dflash.decode.pictured import Pictured, Placed
 from edge_dflash.decode.saved import SessionState, load_session, save_session
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.errors import BundleError, RequestError
 
 BF16 = Precision("bfloat16", "bfloat16")
 SMALL = SessionState((3, 1, 4), Snapshot(2, {"s": np.arange(6, dtype=np.float32).reshape(2, 3)}), "bundle")
+
+FRAME, WIDE = picture(0), picture(1)
+SAID = mixed([3, 1], FRAME, [4], WIDE, FRAME, [1, 5])
+SEEN = SessionState(
+    (186, 9), Snapshot(1, {"s": np.zeros(2, np.int8)}), "bundle", pictures=(Placed(0, noise(1, (2, 2))),)
+)
 
 
 def talk(manager, tokens, new=8):
@@ -90,6 +102,8 @@ def test_the_file_is_plain_safetensors_that_only_the_owner_reads(tmp_path):
     assert tensors["state.s"].tobytes() == SMALL.snapshot.arrays["s"].tobytes()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert header_of(path)["__metadata__"]["version"] == "1"
+    save_session(path, SEEN)
+    assert header_of(path)["__metadata__"]["version"] == "2"
 
 
 def test_a_dtype_that_the_format_lacks_is_refused(tmp_path):
@@ -101,30 +115,26 @@ def test_a_dtype_that_the_format_lacks_is_refused(tmp_path):
 # what is refused -----------------------------------------------------------------------------------------------------
 
 
-def test_every_changed_byte_is_refused(tmp_path):
+@pytest.mark.parametrize("state", [SMALL, SEEN], ids=["text", "pictures"])
+def test_every_changed_byte_and_every_other_length_is_refused(tmp_path, state):
     path = tmp_path / "s"
-    save_session(path, SMALL)
+    save_session(path, state)
     data = path.read_bytes()
-    for at in range(len(data)):
+    header = 8 + int.from_bytes(data[:8], "little")
+    places = range(len(data)) if state is SMALL else (*range(0, header, 3), *range(header, len(data), 97))
+    for at in places:
         for flip in (1, 0x80):
             path.write_bytes(data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :])
             with pytest.raises((RequestError, BundleError), match=str(path)):
                 load_session(path, "bundle")
-    path.write_bytes(data)
-    load_session(path, "bundle")
-
-
-def test_every_truncation_and_extension_is_refused(tmp_path):
-    path = tmp_path / "s"
-    save_session(path, SMALL)
-    data = path.read_bytes()
-    for size in range(len(data)):
-        path.write_bytes(data[:size])
+        path.write_bytes(data[:at])
         with pytest.raises(RequestError, match=r"no session file, or damaged: .*; restore the file from a copy, or"):
             load_session(path, "bundle")
     path.write_bytes(data + b"\0")
     with pytest.raises(RequestError, match="1 bytes after"):
         load_session(path, "bundle")
+    path.write_bytes(data)
+    load_session(path, "bundle")
 
 
 @pytest.mark.parametrize(
@@ -245,3 +255,95 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(RequestError, match=r"cannot write .*: Is a directory"):
         save_session(tmp_path / "d", SMALL)
     assert [entry.name for entry in tmp_path.iterdir()] == ["d"]
+
+
+# pictures -------------------------------------------------------------------------------------------------------------
+
+
+def manager():
+    return SessionManager(backend("vision", ENGINE, prefill_chunk=7), "bundle")
+
+
+def tokens(session, said, new=6):
+    return collect(list(ask(session, said, Options(max_new_tokens=new)))).tokens
+
+
+def going_on(session, *parts):
+    return Pictured((*session.tokens, *mixed(*parts).ids), session.pictures)
+
+
+def test_a_loaded_session_goes_on_and_its_state_can_be_computed_again(tmp_path):
+    first, path = manager(), tmp_path / "robot.session"
+    session = first.open()
+    tokens(session, SAID)
+    state = state_of(session)
+    assert save_session(path, state) == path.stat().st_size
+    loaded = load_session(path, "bundle")
+    assert loaded.tokens == state.tokens
+    assert [(one.at, one.key) for one in loaded.pictures] == [(one.at, one.key) for one in state.pictures]
+    for one, other in zip(loaded.pictures, state.pictures, strict=True):
+        assert np.array_equal(one.picture.values(), other.picture.values())
+    assert loaded.pictures[0].picture is loaded.pictures[2].picture  # stored once
+    assert loaded.snapshot.delta == state.snapshot.delta != 0
+    assert same_bits(loaded.snapshot, state.snapshot)
+    wanted, found = tokens(session, going_on(session, [7, 8])), []
+    for form in (loaded, SessionState(loaded.tokens, None, "bundle", pictures=loaded.pictures)):
+        there = manager().adopt(form)
+        found.append((tokens(there, going_on(there, [7, 8])), state_of(there).snapshot))
+    assert [one for one, _ in found] == [wanted, wanted]
+    assert all(same_bits(one, state_of(session).snapshot) for _, one in found)
+
+
+def test_another_picture_misses_the_loaded_state(tmp_path):
+    first = manager()
+    session = first.open()
+    tokens(session, mixed([3, 1], FRAME, [4]))
+    save_session(tmp_path / "s", state_of(session))
+    for frame, reused in ((FRAME, len(session.tokens) - 1), (changed(FRAME), 0)):
+        there = manager().adopt(load_session(tmp_path / "s", "bundle"))
+        tokens(there, Pictured((*there.tokens, 7), (Placed(2, frame),)))
+        assert there.reuse.tokens == reused
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"at": (0, 1)}, "zip"),
+        ({"of": (1,)}, r"pictures \[1\] of 1 stand in it"),
+        ({"grids": ((2, 4),)}, r"patches of a grid \[2, 4\] are uint8 \[4, 768\]"),
+        ({"grids": ((1, 4),)}, "a grid of 1 x 4 patches does not consist of blocks of 2"),
+        ({"digests": ("no",)}, "digest 'no' is not that of its patches"),
+        ({"digests": ()}, "zip"),
+        ({"patches": 7}, "an object"),
+        (None, "pictures"),
+    ],
+)
+def test_a_right_checksum_around_what_no_session_has_is_refused(tmp_path, monkeypatch, changes, text):
+    def encode(shown):
+        table = {name: getattr(shown, name) for name in ("at", "of", "grids", "digests")}
+        return table | {"patches": vars(SPEC)} | changes
+
+    monkeypatch.setattr(saved, "encode", encode if changes is not None else lambda shown: {})
+    save_session(tmp_path / "s", SEEN)
+    monkeypatch.undo()
+    with pytest.raises(RequestError, match=rf"s: its pictures are not as a session's: .*{text}.*; restore the file"):
+        load_session(tmp_path / "s", "bundle")
+
+
+def test_pictures_that_do_not_stand_on_their_placeholders_are_refused(tmp_path):
+    there = manager()
+    for at, ids in ((1, (186, 9, 9)), (0, (9, 9, 9))):
+        state = SessionState(ids, None, "bundle", pictures=(Placed(at, noise(1, (2, 2))),))
+        save_session(tmp_path / "s", state)
+        with pytest.raises(RequestError, match=f"image 1 has 1 rows from token {at} on"):
+            there.adopt(load_session(tmp_path / "s", "bundle"))
+    blind = SessionManager(backend("qwen3_5"), "bundle")
+    with pytest.raises(RequestError, match="no vision tower"):
+        blind.adopt(SessionState((186, 9), None, "bundle", pictures=SEEN.pictures))
+
+
+def test_a_picture_of_other_patches_is_no_matter_of_the_file(tmp_path):
+    odd = given(np.zeros((8, 768)), (2, 4))
+    save_session(tmp_path / "s", SessionState((186, 186, 1), None, "bundle", pictures=(Placed(0, odd),)))
+    (one,) = load_session(tmp_path / "s", "bundle").pictures
+    assert (one.picture.grid, one.picture.tokens, one.picture.spec) == ((2, 4), 2, SPEC)
