@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from fakes import SHAPE, FakeBackend
+from fakes import FakeBackend
 from golden_pairs import EXPERTS, NAMES, WALKS, golden, pair, same_bits
 from pictures_support import mixed, picture
 from verify_support import BACKENDS
@@ -15,7 +15,7 @@ from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.loop import collect, generate, stream
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.pictured import Pictured
-from edge_dflash.decode.tree import check_chain
+from edge_dflash.decode.tree import branch, check_chain
 from edge_dflash.errors import BackendError
 
 SAMPLED = Options(temperature=4.0, top_k=40, top_p=0.9, seed=7)
@@ -84,49 +84,46 @@ def test_speculative_is_plain_with_every_drafter(name, kind):
 
 # trees ----------------------------------------------------------------------------------------------------------------
 
-TREE = (-1, 0, 0, 2, 2, 4)  # two drafts for the first position, two behind the second one, one behind the last
+LAST = (-1, 0, 0, 2, 2, 4)  # where a row is followed by two, the last one is right
+FIRST = (-1, 0, 0, 1, 1, 3, 2)  # the first one
 
 
 class Trees(Delegate):
-    """A backend that verifies a tree a cycle, of which the target's ``tokens`` are some branch as far as it goes."""
+    """A backend that verifies a tree a cycle, one branch of which is the target's ``tokens``."""
 
     def __init__(self, backend, tokens, parents):
         super().__init__(backend)
-        self.tokens, self.parents, self.paths = tokens, parents, set()
+        self.tokens, self.parents, self.paths = tokens, parents[: backend.shape.verify_rows], set()
 
     def cycle(self, asked):
-        length, shape = self.length(), self.shape
-        parents = self.parents[: shape.verify_rows] if asked.drafting else (-1,)
-        ids = [asked.anchor]
+        length, vocabulary = self.length(), self.shape.vocab_size
+        parents, ids = self.parents if asked.drafting else (-1,), [asked.anchor]
         for row, parent in enumerate(parents[1:], 1):
-            depth = 1 if parent == 0 else 2 if parents[parent] == 0 else 3
-            right = (self.tokens[length + depth :] or [0])[0]
-            only = row + 1 == len(parents) or parent not in parents[row + 1 :]  # the last child of its parent
-            ids.append(right if only else (right + 1) % shape.vocab_size)
+            right = (self.tokens[length + len(branch(parents, row)) - 1 :] or [0])[0]
+            others = parents[row + 1 :] if self.parents[3] == 2 else parents[1:row]
+            ids.append((right + 1) % vocabulary if parent in others else right)
         choices, path = self.verify(ids, 0, parents).argmax(), [0]
-        while children := [
-            row for row, parent in enumerate(parents) if parent == path[-1] and ids[row] == choices[path[-1]]
-        ]:
-            path.append(children[0])
+        while following := [r for r, parent in enumerate(parents) if parent == path[-1] and ids[r] == choices[parent]]:
+            path.append(following[0])
         self.paths.add(tuple(path))
         tokens = (*(ids[row] for row in path[1:]), choices[path[-1]])
         return Cycle(tokens, len(path) - 1, len(ids) - 1, 0.0, 0.0, path=tuple(path))
 
 
+@pytest.mark.parametrize(("tree", "path"), [(LAST, (0, 2, 4, 5)), (FIRST, (0, 1, 3, 5))])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_path_of_a_tree_leaves_tokens_and_state_of_plain_decoding(name):
+def test_a_path_of_a_tree_leaves_tokens_and_state_of_plain_decoding(name, tree, path):
     said, tokens, _, state = plain(name, "engine", "greedy")
-    trees = Trees(BACKENDS["engine"](name), [*said.ids, *tokens], TREE)
+    trees = Trees(BACKENDS["engine"](name), [*said.ids, *tokens], tree)
     assert generate(trees, said.ids, Options(max_new_tokens=19)).tokens == tokens
-    assert (0, 2, 4, 5)[: trees.shape.verify_rows] in trees.paths
+    assert path in trees.paths
     assert same_bits(trees.snapshot(), state)
 
 
 def test_the_loop_commits_the_path_of_a_cycle():
-    options = Options(max_new_tokens=18)
+    options, inner = Options(max_new_tokens=18), FakeBackend()
     plain = generate(FakeBackend(), (3, 1), options)
-    inner = FakeBackend()
-    trees = Trees(inner, [3, 1, *plain.tokens], TREE[: SHAPE.verify_rows])
+    trees = Trees(inner, [3, 1, *plain.tokens], LAST)
     assert generate(trees, (3, 1), options).tokens == plain.tokens
     assert trees.paths == {(0, 2, 3)}
     assert inner.committed == [3, 1, *plain.tokens[:-1]]
