@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from edge_dflash.backends import load, selftest
-from edge_dflash.backends.selftest_result import SelfTestResult
+from edge_dflash.backends.selftest import SelfTestResult
 from edge_dflash.bundle.manifest import fingerprint
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common import rules

@@ -23,12 +23,12 @@ import math
 import statistics
 import time
 import warnings
+from dataclasses import asdict, dataclass
 from operator import eq
-from typing import Literal
+from typing import Any, Literal
 
-from edge_dflash.backends.selftest_result import SelfTestResult, TokenDifference
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.bundle.selftest import SELFTEST, SelfTest, bf16_step, chart, load_selftest
+from edge_dflash.bundle.selftest import SELFTEST, SelfTest, TowerResult, bf16_step, chart, load_selftest
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Backend, Rows
 from edge_dflash.errors import BackendError, VerificationError
@@ -36,6 +36,173 @@ from edge_dflash.model.specs import VisionSpec
 
 Mode = Literal["refuse", "warn", "off"]
 MODES: tuple[Mode, ...] = ("refuse", "warn", "off")
+DRAFT_FLOOR = 0.8  # share of the drafts, where bits are not promised
+ROUNDING = 3.0  # times the rounding seen at build: the most that the logits of the median row may move
+ROUNDING_MOST = 8.0  # the same of single rows: one rounding that tips over moves a whole row
+
+
+@dataclass(frozen=True)
+class TokenDifference:
+    """A choice of the target that is not the recorded one."""
+
+    position: int  # index of the new token
+    found: int
+    wanted: int
+    regret: float  # logit of the choice made here minus logit of the recorded token; NaN when logits are not numbers
+    steps: float  # the same in BF16 steps of the choice's logit
+
+
+@dataclass(frozen=True)
+class SelfTestResult:
+    """The outcome of one replay."""
+
+    exact: bool  # whether bits were promised, so that everything had to be equal
+    tokens: int
+    differences: tuple[TokenDifference, ...]
+    drafts: int
+    drafts_equal: int
+    accept_length: float  # drafts made here that the recorded tokens confirm, plus one, mean of the cycles
+    accept_length_at_build: float
+    floor: float
+    seconds: float
+    moved: float  # how far the best logits moved against each other: the median row's share of its spread
+    moved_most: float  # and that of the row where they moved most; NaN when a logit is not a number
+    rounding: float  # both as rounding moved them at build
+    rounding_most: float
+    resolution: float  # one BF16 step of the best logit, the median row's share of its spread
+    tower: TowerResult | None = None  # of a pair with a vision tower
+
+    @property
+    def draft_agreement(self) -> float:
+        """Share of drafts that are the recorded ones."""
+        return self.drafts_equal / self.drafts if self.drafts else 1.0
+
+    @property
+    def identical(self) -> bool:
+        """Whether nothing at all differs."""
+        tower = self.tower is None or self.tower.identical
+        return tower and not self.differences and self.drafts_equal == self.drafts
+
+    @property
+    def target_ok(self) -> bool:
+        """Whether the target's choices pass."""
+        if self.exact or not self.differences:
+            return not self.differences
+        return self.moved <= self.bound and self.moved_most <= self.bound_most  # False for NaN
+
+    @property
+    def bound(self) -> float:
+        """How far rounding moves the logits of the median row, at most."""
+        return ROUNDING * self.rounding + self.resolution
+
+    @property
+    def bound_most(self) -> float:
+        """How far rounding moves the logits of any row, at most."""
+        return ROUNDING_MOST * self.rounding_most + self.resolution
+
+    @property
+    def worst(self) -> TokenDifference:
+        """The difference with the largest regret, or one that is not a number, where tokens differ."""
+        return max(self.differences, key=lambda d: math.inf if math.isnan(d.steps) else d.steps)
+
+    @property
+    def verdict(self) -> Literal["identical", "rounding", "fault"]:
+        """What was seen: the recorded choices and drafts, others that rounding explains, or a fault."""
+        if not self.ok:
+            return "fault"
+        return "identical" if self.identical else "rounding"
+
+    @property
+    def drafter_ok(self) -> bool:
+        """Whether drafts and accept length pass."""
+        return self.draft_agreement >= (1.0 if self.exact else DRAFT_FLOOR) and self.accept_length >= self.floor
+
+    @property
+    def ok(self) -> bool:
+        """Whether the pair passes."""
+        return self.target_ok and self.drafter_ok and self.tower_ok
+
+    @property
+    def tower_ok(self) -> bool:
+        """Whether the rows of the test picture pass."""
+        return self.tower is None or self.tower.ok
+
+    @property
+    def summary(self) -> str:
+        """The numbers, in one line."""
+        count, rounded = len(self.differences), ""
+        if count and self.target_ok:
+            differ = "1 token differs by" if count == 1 else f"{count} tokens differ by at most"
+            rounded = f"; {differ} {self.worst.steps:.2g} BF16 steps, which rounding explains ({self._movement})"
+        return (
+            f"{self.tokens - count} of {self.tokens} tokens and {self.drafts_equal} of {self.drafts} drafts as at "
+            f"build, accept length {self.accept_length:.2f} (at build {self.accept_length_at_build:.2f}, at least "
+            f"{self.floor:.2f}){rounded}{'' if self.tower is None else f'; {self.tower.summary}'}"
+        )
+
+    @property
+    def _movement(self) -> str:
+        return (
+            f"logits moved by {self.moved:.2%} of their spread, {self.moved_most:.2%} in one row; rounding moves them "
+            f"by up to {self.bound:.2%}, {self.bound_most:.2%} in one row"
+        )
+
+    @property
+    def diagnosis(self) -> str:
+        """What is wrong and what usually causes it; empty when the pair passes."""
+        if not self.tower_ok and self.tower is not None:
+            return (
+                f"{self.tower.fault}; usual causes: damaged weights, wrong positions or rotary angles, a faulty kernel"
+            )
+        if not self.target_ok:
+            return f"{self._target_fault}; usual causes: damaged weights, wrong KV scales or RoPE, a faulty kernel"
+        if self.drafter_ok:
+            return ""
+        what = f"{self.draft_agreement:.0%} of its drafts are those of the build"
+        if self.draft_agreement >= DRAFT_FLOOR and self.accept_length >= self.floor:
+            causes = "an attention window or mask that is slightly off, wrong KV scales, a damaged vector of weights"
+        elif self.accept_length < max(1.1, 0.4 * self.floor) or self.draft_agreement < 0.2:
+            causes = "a wrong mask token id, weights that are shuffled, zero or of another drafter, wrong KV scales"
+        else:
+            causes = "taps off by one or in another order, another RoPE theta or window, shuffled weights, KV scales"
+        return f"the drafter is not the one that was built: {what}; output stays right but slow; usual causes: {causes}"
+
+    @property
+    def _target_fault(self) -> str:
+        count, worst = len(self.differences), self.worst
+        return (
+            f"the target is not the one that was built: {count} of {self.tokens} tokens differ; new token "
+            f"{worst.position} is {worst.found}, wanted {worst.wanted}, {worst.regret:.3g} nats or {worst.steps:.3g} "
+            f"BF16 steps behind; {'this backend promises the bits of the recording' if self.exact else self._movement}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """One object with stable keys."""
+        first = asdict(self.differences[0]) if self.differences else None
+        return {
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "exact": self.exact,
+            "accept_length": self.accept_length,
+            "accept_length_at_build": self.accept_length_at_build,
+            "floor": self.floor,
+            "tokens": self.tokens,
+            "tokens_equal": not self.differences,
+            "first_difference": first and {key: _finite(value) for key, value in first.items()},
+            "drafts": self.drafts,
+            "drafts_equal": self.drafts_equal,
+            "moved": _finite(self.moved),
+            "moved_most": _finite(self.moved_most),
+            "bound": self.bound,
+            "bound_most": self.bound_most,
+            "tower": None if self.tower is None else self.tower.to_json(),
+            "diagnosis": self.diagnosis,
+            "seconds": self.seconds,
+        }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # as JSON has numbers
 
 
 def run_selftest(

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from edge_dflash.backends.selftest import replay
-from edge_dflash.backends.selftest_result import SelfTestResult
+from edge_dflash.backends.selftest import SelfTestResult, replay
 from edge_dflash.bench.provenance import write_report
 from edge_dflash.bench.subjects import bench_bundle
 from edge_dflash.bench.workload import Workload

@@ -14,8 +14,7 @@ from selftest_support import TARGET_STORES, Damaged, backend_of, outcome, shuffl
 
 from edge_dflash.backends import load
 from edge_dflash.backends.reference import dense
-from edge_dflash.backends.selftest import check, promises_bits, replay
-from edge_dflash.backends.selftest_result import DRAFT_FLOOR, SelfTestResult, TokenDifference
+from edge_dflash.backends.selftest import DRAFT_FLOOR, SelfTestResult, TokenDifference, check, promises_bits, replay
 from edge_dflash.builder import record
 from edge_dflash.builder.write import build
 from edge_dflash.bundle.manifest import dump_manifest
