@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.decode.accept import FinishReason, cut
-from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome
+from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome, Rows
 from edge_dflash.decode.controls import NO_CONTROLS, Controls, CycleTime, Interrupted, Pace
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.options import Options, Request, admit
@@ -64,10 +64,37 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
     may stop at any Step: the session is then at that commit. Between two Steps other sessions may use the backend;
     between what is asked and what is sent, other lanes only. It ends when its session has no such request any more.
     """
-    answer = _Answer(session, request, controls)
+    answer, backend = _Answer(session, request, controls), session.backend
+    pace = answer.pace
+    prompt, chunk, entered, seconds = request.prompt, backend.shape.prefill_chunk, False, 0.0
+    done, gaze = session.begin(request), session.gaze(request)
     try:
-        yield from answer.fill()
-        while answer.tokens and answer.reason is None and session.answers(request):
+        while True:  # fill: chunk by chunk, and before each the pictures that it shows
+            if reason := pace.refuse(controls, partial(answer.fill_seconds, gaze, done)):
+                yield Step((), reason, verify_seconds=seconds)
+                return
+            end = min(end for end in (done + chunk, len(prompt), *session.cuts) if end > done)
+            if (unseen := gaze.unseen(done, end)) is not None:
+                began = time.perf_counter()
+                gaze.see(unseen)
+                pace.record_tower(unseen.picture.tokens, took := time.perf_counter() - began)
+                seconds += took
+            else:
+                lane, began, entered = session.enter(), time.perf_counter(), True
+                rows = backend.prefill(prompt[done:end], lane, gaze.sight(done, end))
+                rows.argmax()  # wait: no more than one chunk is ever under way
+                pace.record_prefill(end - done, took := time.perf_counter() - began)
+                done, seconds = end, seconds + took
+                if done == len(prompt):
+                    break
+                session.chunk(lane, done)
+            yield Step((), None)
+            if not session.answers(request):
+                return
+            if not entered:  # others may have used the lanes
+                done = session.begin(request, again=True)
+        yield answer.first(rows, lane, seconds)
+        while answer.reason is None and session.answers(request):
             yield from answer.cycle()
     except Interrupted as interrupted:  # while it waited for the grammar: nothing of this cycle was committed
         yield Step((), interrupted.reason)
@@ -92,42 +119,15 @@ class _Answer:
         self.tokens: list[int] = []  # of the newest step that has some; the last one is the next anchor
         self.reason: FinishReason | None = None  # why it ended
 
-    def fill(self) -> Iterator[Step]:
-        """Compute what the state lacks of the prompt, chunk by chunk, and choose the first token."""
-        session, request, pace = self.session, self.request, self.pace
-        prompt, chunk = request.prompt, session.backend.shape.prefill_chunk
-        done, gaze, entered, seconds = session.begin(request), session.gaze(request), False, 0.0
-        while True:
-            self.reason = pace.refuse(self.controls, partial(self._fill_seconds, gaze, done))
-            if self.reason is not None:
-                yield Step((), self.reason, verify_seconds=seconds)
-                return
-            end = min(end for end in (done + chunk, len(prompt), *session.cuts) if end > done)
-            if (unseen := gaze.unseen(done, end)) is not None:
-                began = time.perf_counter()
-                gaze.see(unseen)
-                pace.record_tower(unseen.picture.tokens, took := time.perf_counter() - began)
-                seconds += took
-            else:
-                lane, began, entered = session.enter(), time.perf_counter(), True
-                rows = gaze.prefill(lane, done, end)
-                pace.record_prefill(end - done, took := time.perf_counter() - began)
-                done, seconds = end, seconds + took
-                if done == len(prompt):
-                    break
-                session.chunk(lane, done)
-            yield Step((), None)
-            if not session.answers(request):
-                return
-            if not entered:  # others may have used the lanes
-                done = session.begin(request, again=True)
+    def first(self, rows: Rows, lane: int, seconds: float) -> Step:
+        """The step of the token after the prompt, of whose last row ``rows`` has the logits."""
         began = time.perf_counter()
-        logprobs = self._keep([self.steered.first(rows, len(prompt))], rows.logits)
-        session.advance(lane, self.tokens, first=True)
+        logprobs = self._keep([self.steered.first(rows, len(self.request.prompt))], rows.logits)
+        self.session.advance(lane, self.tokens, first=True)
         seconds += time.perf_counter() - began
-        yield Step(tuple(self.tokens), self.reason, verify_seconds=seconds, first=True, logprobs=logprobs)
+        return Step(tuple(self.tokens), self.reason, verify_seconds=seconds, first=True, logprobs=logprobs)
 
-    def _fill_seconds(self, gaze: Gaze, done: int) -> float:
+    def fill_seconds(self, gaze: Gaze, done: int) -> float:
         """Estimate for what the prompt lacks: its tokens in chunks, and the pictures among them that were not seen."""
         tokens, chunk = len(self.request.prompt) - done, self.session.backend.shape.prefill_chunk
         return self.pace.prefill_seconds(tokens, chunk) + self.pace.tower_seconds(gaze.left(done))

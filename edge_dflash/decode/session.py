@@ -108,7 +108,7 @@ class Session:
         return self.reuse.tokens
 
     def gaze(self, request: Request) -> Gaze:
-        """The prefill of a request's prompt."""
+        """The pictures of a request, for the chunks of its prompt."""
         return self._manager.gaze(request.pictured)
 
     def answers(self, request: Request) -> bool:
@@ -237,7 +237,7 @@ class SessionManager:
         self.lanes.vacate()
 
     def gaze(self, sequence: Pictured) -> Gaze:
-        """The prefill of a sequence."""
+        """The pictures of a sequence, for its chunks."""
         return Gaze(sequence, self.backend, self.seen)
 
     def find(self, session: Session, prompt: Pictured, *, counted: bool = True) -> tuple[Reuse, Snapshot | None]:
@@ -291,7 +291,7 @@ class SessionManager:
             if (unseen := gaze.unseen(at, end)) is not None:
                 gaze.see(unseen)
             else:
-                gaze.prefill(lane, at, end)
+                backend.prefill(sequence.ids[at:end], lane, gaze.sight(at, end)).argmax()  # wait for it
             yield
         self.lanes.occupy(session, lane)
         return lane

@@ -112,7 +112,7 @@ class Steered:
         return masks + [None] * (len(drafts) - end) if len(masks) > end else masks
 
     def _stops_at(self, tokens: Sequence[int]) -> int:
-        """Index of the first stop token; the number of tokens when there is none."""
+        """Index of the first stop token; the number of tokens without one."""
         return next((at for at, token in enumerate(tokens) if token in self._stop), len(tokens))
 
     def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:

@@ -14,7 +14,7 @@ from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
-from edge_dflash.decode.backend import Backend, Rows, Snapshot
+from edge_dflash.decode.backend import Backend, Snapshot
 from edge_dflash.decode.pictured import Pictured, Placed, Seen, Sight
 
 SEEN_BYTES = 256 << 20
@@ -200,7 +200,7 @@ class SeenStore(_Budgeted[object, Seen]):
 
 
 class Gaze:
-    """The prefill of one sequence, chunk by chunk, with a look at each picture before its first chunk."""
+    """The pictures of one sequence, seen as its chunks need them."""
 
     def __init__(self, sequence: Pictured, backend: Backend, store: SeenStore) -> None:
         self._sequence, self._backend, self._store = sequence, backend, store
@@ -225,16 +225,8 @@ class Gaze:
         unseen = {one.key: one for one in pictures if one.at not in self._held and one not in self._store}
         return sum(one.picture.tokens for one in unseen.values())
 
-    def prefill(self, lane: int, first: int, stop: int) -> Rows:
-        """Compute the rows ``first``, ..., ``stop`` - 1 in a lane, all of whose pictures were seen, and wait for them.
-
-        No more than one chunk is ever under way. Pictures that end in it are let go.
-        """
-        rows = self._backend.prefill(self._sequence.ids[first:stop], lane, self._sight(first, stop))
-        rows.argmax()
-        return rows
-
-    def _sight(self, first: int, stop: int) -> Sight | None:
+    def sight(self, first: int, stop: int) -> Sight | None:
+        """What these rows show of pictures, all of which were seen; those that end in them are let go."""
         sight = self._sequence.sight(first, stop, lambda placed: self._held[placed.at])
         for placed in self._sequence.within(first, stop):
             if placed.end <= stop:
