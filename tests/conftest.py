@@ -44,7 +44,7 @@ SLOW = (  # what begins so takes two thirds of the time
     *("checks/test_acceptance", "checks/test_expert_bytes", "checks/test_golden.py", "checks/test_lossless"),
     *("cli/test_cli.py", "cli/test_cli_demo_image", "cli/test_cli_ending", "cli/test_cli_errors"),
     *("decode/test_drafters", "decode/test_experts", "decode/test_grammar_processes", "decode/test_lanes.py"),
-    *("decode/test_pictured_lossless", "decode/test_sessions", "decode/test_loop", "decode/test_spec_loop"),
+    *("decode/test_pictured_lossless", "decode/test_sessions", "decode/test_loop"),
     *("model/test_config_keys", "weights/test_mutations"),
     *("runner/test_candidates", "runner/test_planner_calls", "runner/test_planner_schema", "runner/test_session_files"),
     *("serve/test_serve_disk", "serve/test_serve_floods", "serve/test_serve_log", "serve/test_serve_names"),

@@ -6,7 +6,7 @@ rows past the committed length, and ``commit(k)`` makes the first k of them real
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -78,6 +78,11 @@ ROW_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 def row_steps(most: int) -> tuple[int, ...]:
     """Numbers of rows of a verify that are worth a graph and a measurement, up to ``most``: ROW_STEPS and the most."""
     return (*(rows for rows in ROW_STEPS if rows < most), most)
+
+
+def nearest(known: Iterable[int], wanted: int) -> int:
+    """The smallest known number that is not below ``wanted``, else the largest."""
+    return min(known, key=lambda one: (one < wanted, abs(one - wanted)))
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ acceptance to that of the position before. So a number that was given up is trie
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median, mode
 
-from edge_dflash.decode.backend import Asked, Backend, row_steps
+from edge_dflash.decode.backend import Asked, Backend, nearest, row_steps
 from edge_dflash.errors import RequestError
 
 DECAY = 0.985  # share of what was seen that is left one cycle later
@@ -224,11 +224,6 @@ class DraftChoice:
             best = min(cost, key=cost.__getitem__)
             if cost[best] < GAIN * cost[self.drafts]:
                 self.drafts = best
-
-
-def nearest(known: Iterable[int], wanted: int) -> int:
-    """The smallest known number that is not below ``wanted``, else the largest."""
-    return min(known, key=lambda one: (one < wanted, abs(one - wanted)))
 
 
 def draft_choice(most: int, drafts: int | None, *, measured: bool) -> DraftChoice | int | None:

