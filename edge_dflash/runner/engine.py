@@ -122,6 +122,10 @@ class Engine:
         with self._changed:
             try:
                 self._check_open()
+                if (reason := job.request.ended) is not None:  # while it was prepared
+                    for one in job.group:
+                        one.end_unstarted(reason)
+                    return
                 evicted = self._queue.push(job)
             except RequestError as error:
                 _fail(job, error)

@@ -105,8 +105,10 @@ class Queue(Generic[T]):
 
     def _order(self, one: T) -> tuple[float, ...]:
         """Of the request with the lowest it is the turn."""
-        turns = [self._served[member] for _, member in _turns(one.caller)]
-        return -one.priority, *turns, math.inf if one.deadline is None else one.deadline, self._waiting[one]
+        (_, account), (_, caller) = _turns(one.caller)
+        within = self._served[caller] if "/" in one.caller else 0  # other accounts take turns with accounts
+        deadline = math.inf if one.deadline is None else one.deadline
+        return -one.priority, self._served[account], within, deadline, self._waiting[one]
 
     def _eviction(self, one: T) -> tuple[int, int, int]:
         """The request with the lowest is evicted first."""

@@ -231,6 +231,23 @@ def test_prompts_have_their_share_of_the_time():
     assert owed(0.5, *[(1.0, 0.01)] * 50, (0.0, 1.0))[-1] is False  # an urgent prompt leaves one step to be made up for
 
 
+def test_what_is_owed_to_cycles_ends_with_the_last_that_decodes_and_calls_wait_for_what_ends():
+    engine = object.__new__(Engine)
+    engine.backend = SimpleNamespace(shape=SimpleNamespace(lanes=3))
+    engine._calls, engine._called, engine._owed = [], False, 5.0
+    decoding, first, second = jobs((0, False, 0), (0, True, 1.0), (0, True, 2.0))
+    engine._running = [decoding, first, second]
+    assert engine._turn().first == []
+    engine._running = [first, second]
+    assert engine._turn().first == [first]
+    engine._running = [decoding, first, second]
+    assert engine._turn().first == [first]
+    engine._calls, second.cancelled = ["one"], True
+    assert engine._turn().first == [second]
+    engine._running = [decoding, first]
+    assert engine._turn() is None
+
+
 # refusals and evictions ----------------------------------------------------------------------------------------------
 
 

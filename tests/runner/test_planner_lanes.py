@@ -253,17 +253,6 @@ def test_a_prompt_that_waits_for_its_share_ends_in_time_or_gives_its_lane_to_an_
         assert first.plan.finish_reason == "length"
 
 
-def test_what_is_owed_to_cycles_ends_with_the_last_that_decodes():
-    watched = Watched(2, chunk=4)
-    with Planner(watched, None) as planner:
-        first = held(watched, planner)
-        planner._engine._owe(1e6, 0.0)
-        second = planner.stream(LONG, max_new_tokens=2)
-        watched.release()
-        assert second.result(SECONDS).tokens
-        assert first._ticket.done
-
-
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_many_calls_leave_each_other_turn_to_requests_and_preempt_nobody(lanes):
     watched, done = Watched(lanes), []

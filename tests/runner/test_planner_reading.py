@@ -102,6 +102,14 @@ def test_a_deadline_counts_from_the_call_and_not_from_where_images_are_read(plan
         assert asked._job.request.ended == "deadline"
 
 
+def test_what_nobody_wants_any_more_when_it_is_prepared_never_runs(planner):
+    before = planner.prefixes
+    streams = planner.streams(shown(FRAMES[0]), 2, unwanted=lambda: True, **OPTIONS)
+    for stream in streams:
+        assert (stream.plan.finish_reason, stream.plan.tokens, list(stream)) == ("cancelled", (), [])
+    assert planner.prefixes == before
+
+
 def test_cancelling_ends_the_waiting_for_memory(planner):
     gate = planner._model.images.gate
 

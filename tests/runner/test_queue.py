@@ -67,12 +67,15 @@ def test_a_caller_whose_line_was_empty_for_a_moment_does_not_go_first_again():
     "names_of", [lambda number: "flood", lambda number: f"new {number}", lambda number: f"x/{number}"]
 )
 def test_no_flood_delays_another_callers_request_by_more_than_a_turn_of_each(names_of):
-    q = Queue(1000)
-    for number in range(20):
+    q, served = Queue(1000), [""]
+    for number in range(40):
         q.push(One("flood", 0, names_of(number)))
-    q.pop()
+        if number == 20:
+            q.push(One("before", 0, "single"))
+    while served[-1] != "before":  # it has had its turn as often as the others
+        served.append(q.pop().name)
     q.push(One("single", 0, "single"))
-    served = []
+    served.clear()
     for number in range(100):  # it goes on while the other waits
         q.push(One("flood", 0, names_of(100 + number)))
         served.append(q.pop().name)
