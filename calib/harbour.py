@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from edge_dflash.demo.actions import schema_problems
+from edge_dflash.demo.checking import schema_problems
 
 Split = Literal["train", "heldout"]
 Kind = Literal["dry", "cold", "acid"]

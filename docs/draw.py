@@ -17,8 +17,7 @@ sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT)]
 from floors import FLOORS  # noqa: E402
 
 from edge_dflash.demo.drawing import draw, png  # noqa: E402
-from edge_dflash.demo.seeing import PICTURED  # noqa: E402
-from edge_dflash.demo.tasks import task_from_json  # noqa: E402
+from edge_dflash.demo.tasks import PICTURED, task_from_json  # noqa: E402
 
 INK, GREY, BLUE, GREEN, RED, PAPER = "#1f2933", "#d9dee4", "#9ec5f4", "#9fdcb0", "#f3a6a0", "#ffffff"
 SHOWN = ("qwen3.6-27b", "qwen3.5-9b", "qwen3-8b", "qwen3.5-4b")  # pairs of the README's table of results

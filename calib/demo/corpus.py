@@ -19,7 +19,7 @@ from typing import Any, Literal
 from calib.demo.goals import goal_text, listing, random_goal, rules_text
 from calib.demo.planning import RULES, Derivation, derive
 from calib.demo.scenes import random_scene, scene_json, scene_text
-from edge_dflash.demo.actions import Step
+from edge_dflash.demo.checking import Step
 from edge_dflash.demo.tasks import Kind, Task
 from edge_dflash.demo.world import Goal, Scene, subjects
 

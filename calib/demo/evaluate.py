@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.demo.pictured import heldout
-from edge_dflash.demo.seeing import messages
-from edge_dflash.demo.tasks import HELDOUT, Task, check_plan, check_success, task_from_json
+from edge_dflash.demo.tasks import HELDOUT, Task, check_plan, check_success, messages, task_from_json
 from edge_dflash.planner import Planner
 from edge_dflash.training.evaluate import accepted
 

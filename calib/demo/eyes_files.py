@@ -1,6 +1,6 @@
 """The files of the demo's eyes: a tower in the form of Hugging Face, and what makes the demo's target see with it.
 
-No tensor of the target is among them: :func:`edge_dflash.demo.seeing.assemble` puts the two together.
+No tensor of the target is among them: :func:`edge_dflash.demo.tasks.assemble` puts the two together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from calib.demo.eyes import Eyes, EyesConfig
 from calib.demo.pictured import GRID
 from calib.demo.storage import target_config, target_config_json
 from calib.demo.tokenizer import END_OF_TEXT, END_OF_TURN, MASK, TURN
-from edge_dflash.demo.seeing import TARGET, TOWER_FILE
+from edge_dflash.demo.tasks import TARGET, TOWER_FILE
 
 VISION_START, IMAGE, VISION_END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
 BYTES = {0xFC: VISION_START, 0xFD: IMAGE, 0xFE: VISION_END, 0xFF: VIDEO}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from edge_dflash.training.fakequant import nvfp4_values
+from edge_dflash.training.drafter import nvfp4_values
 from edge_dflash.weights.formats import BLOCK
 from edge_dflash.weights.quantize import GLOBAL_DIVISOR, fused_group
 

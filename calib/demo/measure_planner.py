@@ -22,8 +22,7 @@ from edge_dflash.decode.backend import Rows
 from edge_dflash.decode.grammar.compiled import Grammar, GrammarConstraint
 from edge_dflash.decode.sampling import Packed
 from edge_dflash.decode.steering import Ask
-from edge_dflash.demo.actions import plan_schema, schema_problems
-from edge_dflash.demo.checking import scene_schema
+from edge_dflash.demo.checking import plan_schema, scene_schema, schema_problems
 from edge_dflash.demo.tasks import Task, check_plan
 from edge_dflash.planner import Planner
 from edge_dflash.result import Plan

@@ -16,7 +16,7 @@ from torch import nn
 from calib.demo.delta import chunked_delta, sequential_delta
 from calib.demo.fakequant import Linear
 from calib.demo.modules import Mlp, Norm, initialise, rope
-from edge_dflash.training.fakequant import fake_fp8
+from edge_dflash.training.drafter import fake_fp8
 
 _L2_EPS = 1e-6
 

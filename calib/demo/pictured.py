@@ -14,8 +14,7 @@ from calib.demo.corpus import plan_json
 from calib.demo.goals import goal_text, random_goal, rules_text
 from calib.demo.planning import RULES, derive
 from calib.demo.scenes import CONTAINERS, PEOPLE, ROOMS, SURFACES
-from edge_dflash.demo.drawing import HEIGHT, OBJECT_COLOURS, SQUARE, WIDTH, places, spots
-from edge_dflash.demo.icons import NOUNS
+from edge_dflash.demo.drawing import HEIGHT, NOUNS, OBJECT_COLOURS, SQUARE, WIDTH, places, spots
 from edge_dflash.demo.tasks import Task
 from edge_dflash.demo.world import DOCK, Place, Room, Rule, Scene, Thing
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edge_dflash.demo.actions import Step, step
+from edge_dflash.demo.checking import Step, step
 from edge_dflash.demo.world import COOLING_SECONDS, DOCK, LOW_BATTERY, Goal, Rule, Scene, door_name, subjects
 
 RULES: tuple[Rule, ...] = ("close", "inspect", "announce", "gentle", "report")

@@ -26,7 +26,7 @@ from calib.demo.pictured import GRID, WORDS, heldout, training_scene, words
 from calib.demo.storage import load_target
 from calib.demo.training import Progress, device_name, write_record
 from edge_dflash.demo.drawing import draw
-from edge_dflash.demo.seeing import TARGET
+from edge_dflash.demo.tasks import TARGET
 from edge_dflash.demo.world import Scene
 from edge_dflash.training.trainer import learning_rate
 

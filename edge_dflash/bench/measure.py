@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from edge_dflash.bench.provenance import ClockSample
 from edge_dflash.bench.result import ByDrafts, CycleTimes, Decode, DeviceMemory, PassTime, Prefill
-from edge_dflash.board.power import EnergyMeter
+from edge_dflash.board.state import EnergyMeter
 from edge_dflash.checks.footprint import Costs, Traffic
 from edge_dflash.decode import backend as base
 from edge_dflash.decode.backend import Asked, Backend, row_steps

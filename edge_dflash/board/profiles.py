@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_dflash.board.archs import Arch, find_arch
-from edge_dflash.board.rates import Chip
+from edge_dflash.board.archs import Arch, Chip, find_arch
 from edge_dflash.common.files import directory
 from edge_dflash.common.rules import LINE, Items, Object, Rule, ValueReader, either, only, whole
 from edge_dflash.common.tables import read_yaml

@@ -17,28 +17,223 @@ from importlib.metadata import version
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import compiler_version, kernels_digest
-from edge_dflash.board.profiles import largest_board
+from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX
+from edge_dflash.board.archs import ARCHS_OF, BACKENDS, Arch, ordered
+from edge_dflash.board.profiles import largest_board, named_arch
 from edge_dflash.builder.card import DrafterCard, read_card
-from edge_dflash.builder.choose import Choice, choose, decide_lanes, decide_native
 from edge_dflash.builder.engines import decide_engines, expanded_weights
-from edge_dflash.builder.inputs import copied_files, fingerprints, read_checkpoints, read_tokenizer, unread_tower
 from edge_dflash.builder.journal import check_free
 from edge_dflash.builder.scales import ScaleDecisions, decide_scales
 from edge_dflash.bundle.manifest import EngineFiles, FileEntry, SourceFile
 from edge_dflash.bundle.parts import Part, building_path, bundle_parts, stack_bytes
 from edge_dflash.checks.footprint import read_bytes
 from edge_dflash.checks.inspect import default_chunk, prefill_ms
-from edge_dflash.common.files import check_place
+from edge_dflash.common.files import check_place, is_there, open_regular
 from edge_dflash.common.tables import encode
-from edge_dflash.errors import BackendError, BuildError, RequestError
+from edge_dflash.decode.backend import MOST_LANES
+from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.registry import NO_DRAFTER
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.model.vision import FILE, FLAT_FILE
+from edge_dflash.text.template import TOKENIZER_FILES, read_object, read_templates, tokenizer_files
+from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.version import __version__
-from edge_dflash.weights.checkpoint import PairCheckpoint
-from edge_dflash.weights.formats import FORMATS, TIED, WeightFormat
+from edge_dflash.weights.checkpoint import PairCheckpoint, checkpoint_pair
+from edge_dflash.weights.formats import FORMATS, TIED, Nvfp4Weight, WeightFormat, WeightStore, read_as
 from edge_dflash.weights.recipe import Recipe, default_recipe, load_recipe
+
+BOTH = ("native", "tensorrt")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backends of a build."""
+
+    arch: Arch
+    backends: tuple[str, ...]  # in the order of BACKENDS
+    why: str
+    given: bool  # asked for by name: what stands in the way of one is an error
+
+    @property
+    def active(self) -> str:
+        """The backend that runs the bundle until two were timed: native kernels run at once."""
+        return self.backends[0]
+
+    @property
+    def line(self) -> str:
+        """For people: what was chosen and why."""
+        return f"building for {self.arch.name}, backend {','.join(self.backends)}: {self.why}"
+
+
+def choose(arch: str, backend: str | None, recipe: Recipe) -> Choice:
+    """Decide by ``backend`` ("native", "native,tensorrt"), or by the arch when it is None.
+
+    Raises BackendError for unknown names and for pairs that are not built together.
+    """
+    found = named_arch(arch)
+    if backend is not None:
+        return Choice(found, _named(arch, found, backend), "as asked for", given=True)
+    if not found.sm:
+        return Choice(found, ("reference",), "a CPU runs the reference backend alone", given=False)
+    if found.sm < read_as("nvfp4").tensorrt:
+        return Choice(found, ("native",), "our kernels read every format there", given=False)
+    if recipe.activations == "nvfp4":
+        why = f"recipe {recipe.name} has NVFP4 activations, which only TensorRT computes"
+        return Choice(found, ("tensorrt",), why, given=False)
+    if found.tensorrt == TENSORRT_RTX.module:
+        why = "kernels that run at once, and plans, as TensorRT for RTX is installed here"
+    else:
+        why = "kernels that run at once, and the networks of plans, which only the board can compile"
+    return Choice(found, BOTH, f"{why}; build --finish on the board keeps the faster", given=False)
+
+
+def _named(arch: str, found: Arch, backend: str) -> tuple[str, ...]:
+    """The backends of ``--backend``. Raises BackendError."""
+    names = [name.strip() for name in backend.split(",")]
+    if any(name not in BACKENDS for name in names):
+        raise BackendError(f"--backend is {backend!r}, accepted are {', '.join(BACKENDS)} and {','.join(BOTH)}")
+    if len(set(names)) > 1 and ordered(names) != BOTH:
+        raise BackendError(f"--backend is {backend!r}; only native and tensorrt share a bundle: build the other apart")
+    for name in names:
+        if name not in found.backends:
+            raise BackendError(
+                f"--arch is {arch!r}, --backend {name} is built for {', '.join(ARCHS_OF[name])}; "
+                "leave --backend out for what suits the arch"
+            )
+    return ordered(names)
+
+
+def decide_lanes(asked: int | None, recipe: Recipe) -> int:
+    """Sequences at once that a bundle opens with: as asked, else the recipe's. Raises BuildError."""
+    lanes = recipe.context.lanes if asked is None else asked
+    if not 1 <= lanes <= MOST_LANES:
+        raise BuildError(f"lanes is {lanes}, accepted are 1 to {MOST_LANES}")
+    return lanes
+
+
+def decide_native(
+    arch: str, recipe: Recipe, pair: PairSpec, store: WeightStore, formats: Mapping[str, WeightFormat]
+) -> tuple[dict[str, WeightFormat], tuple[str, ...]]:
+    """Formats of a native bundle and warnings.
+
+    Raises BuildError without a compiler and BackendError for what the kernels do not take.
+    """
+    compiler_version()
+    from edge_dflash.backends.cuda.support import check_native, narrowed  # the bindings of CUDA, only here
+
+    if recipe.activations == "nvfp4":
+        raise BackendError(
+            f"recipe {recipe.name} asks for activations in nvfp4, the native backend computes with bf16; "
+            "set activations: bf16, the weights may stay nvfp4"
+        )
+    programs = pair_programs(pair)
+    check_native(pair, formats, arch=arch, kv="fp8" if recipe.kv == "fp8" else "bfloat16")
+    linears = [store.get(name) for name, spec in programs.weights.items() if spec.kind == "linear"]
+    count = sum(isinstance(weight, Nvfp4Weight) and weight.input_scale is not None for weight in linears)
+    dropped = (
+        f"{count} linears of the checkpoint carry scales of NVFP4 activations, which are left out: "
+        "the native backend computes with bf16 activations"
+    )
+    return narrowed(formats, programs, store), (dropped,) if count else ()
+
+
+_CONFIG_FILES = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
+_IMAGE_FILES = (FLAT_FILE, FILE)
+_HEAD = 1 << 20  # bytes of a file that its fingerprint covers, besides its size: configs whole, shards their header
+
+
+def read_checkpoints(target: Path, drafter: Path | None, *, text_only: bool) -> PairSpec:
+    """Specs of the pair; ``text_only``: without the target's vision tower. Raises CheckpointError."""
+    pair = checkpoint_pair(target, drafter)
+    return pair.text_only if text_only else pair
+
+
+def unread_tower(target: Path, pair: PairSpec, store: PairCheckpoint, text_only: bool) -> tuple[str, ...]:
+    """A warning about a tower whose files do not say how pictures become patches."""
+    if pair.target.vision is not None or text_only or not store.has_tower:
+        return ()
+    return (
+        f"{target} has the tensors of a vision tower, but no vision_config or no {FLAT_FILE}: the bundle takes no "
+        "images; download the file, or build with --text-only",
+    )
+
+
+def copied_files(directory: Path) -> tuple[Path, ...]:
+    """Files of a checkpoint, or of tokenizer/ of a bundle, that tokenizer/ of a bundle has."""
+    generation = directory / "generation_config.json"
+    return (*tokenizer_files(directory), *([generation] if is_there(generation) else ()))
+
+
+def read_tokenizer(target: Path, pair: PairSpec) -> tuple[Tokenizer | None, tuple[str, ...]]:
+    """Return the target's tokenizer, if it has one, and warnings."""
+    file = target / TOKENIZER_FILES[0]
+    if not is_there(file):
+        return None, (f"{target} has no {file.name}: the bundle takes and returns token ids only",)
+    try:
+        tokenizer = Tokenizer.open(target)
+    except BundleError as error:  # its remedies are those of a bundle
+        what = str(error).rpartition("; ")[0] or str(error)
+        raise CheckpointError(f"{what}; download the tokenizer's files again") from None
+    found = (check_mask_token(tokenizer, file, pair), _no_chats(target, tokenizer))
+    return tokenizer, tuple(warning for warning in found if warning)
+
+
+def _no_chats(target: Path, tokenizer: Tokenizer) -> str | None:
+    """A warning about chats that are all refused."""
+    if tokenizer.flaw is not None:
+        return f"{target}: {tokenizer.flaw}: chats are refused until it is corrected; texts and token ids are taken"
+    if tokenizer.template is not None:
+        return None
+    path = target / "tokenizer_config.json"
+    others = read_templates(target, read_object(path) if is_there(path) else {})
+    named = f" by default (it has {', '.join(sorted(others))})" if others else ""
+    return f"{target} has no chat template{named}: chats are refused, texts and token ids are taken as they are"
+
+
+def check_mask_token(tokenizer: Tokenizer, where: Path, pair: PairSpec) -> str | None:
+    """Check that the tokenizer and the drafter's mask token belong to the same vocabulary; return a warning or None.
+
+    Published pairs put the mask token either on a named special token or on the first id after the tokenizer's last
+    one, which is a padding row of the embedding (Qwen3: 151669 behind 0..151668). Both are accepted, the second with a
+    warning. Any other id without a token means that the tokenizer is of another model or lost its added tokens.
+    """
+    mask, vocabulary, size = pair.mask_token_id, pair.target.vocab_size, tokenizer.size
+    if size > vocabulary:
+        raise CheckpointError(
+            f"{where} has {size} tokens, the target's vocabulary only {vocabulary}; "
+            "use the tokenizer.json of this target"
+        )
+    if mask is None or tokenizer.token(mask) is not None:
+        return None
+    if mask == size:
+        return f"mask token id {mask} has no token in {where.name}: it is the first id after its last"
+    raise CheckpointError(
+        f"{where} has no token with the drafter's mask id {mask} (it has {size} tokens); use the "
+        "tokenizer.json of this target, or move it away to build a bundle that takes token ids"
+    )
+
+
+def fingerprints(target: Path, drafter: Path | None, *, sees: bool) -> tuple[tuple[SourceFile, ...], dict[str, str]]:
+    """Fingerprints of the checkpoint files: those for the manifest, and those with times for the journal.
+
+    ``sees``: the tower is built, so that the files of its image processor count.
+    """
+    sources: list[SourceFile] = []
+    stamps: dict[str, str] = {}
+    for model, directory in [("target", target)] + ([("drafter", drafter)] if drafter else []):
+        names = [name for name in (*_CONFIG_FILES, *(_IMAGE_FILES if sees else ())) if is_there(directory / name)]
+        names += [path.relative_to(directory).as_posix() for path in copied_files(directory)]
+        names += sorted(path.name for path in directory.glob("*.safetensors"))
+        for name in names:
+            with open_regular(directory / name) as file:
+                digest = hashlib.sha256(file.read(_HEAD)).hexdigest()
+                state = os.fstat(file.fileno())
+            sources.append(SourceFile("target" if model == "target" else "drafter", name, state.st_size, digest))
+            stamps[f"{model}/{name}"] = f"{state.st_size} {state.st_mtime_ns} {digest}"
+    return tuple(sources), stamps
+
 
 _SLACK = 1 << 20  # bytes for headers, manifest and file system blocks
 _KERNELS = 16 << 20  # bytes of the cubins of a native bundle, at most

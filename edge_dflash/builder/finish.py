@@ -5,6 +5,11 @@ Where two backends are aboard, both are then timed, and the faster one runs the 
 The finished bundle is put together beside the deferred one, from links to its files and the new engines. Then the one
 is renamed away and the other takes its name: whoever opens the bundle finds one of them, or for an instant none. A kill
 at that instant is put right by the next ``--finish``.
+
+Both do the same work, one after the other: the same prompt, then cycles from the same anchors, each of which commits
+one row whatever was accepted: both see the same rows at the same positions, so the times differ by the backends
+alone. The bundle's self-test comes first: a backend that fails it is not timed. Pairs too large for one are held to
+each other: a backend whose tokens are mostly not those of our own kernels is not taken, however fast it is.
 """
 
 from __future__ import annotations
@@ -13,10 +18,16 @@ import hashlib
 import shlex
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean, median
 
+import numpy as np
+
+from edge_dflash.backends import load, selftest
 from edge_dflash.backends.cuda.compile import kernels_digest
+from edge_dflash.backends.cuda.support import device_facts
 from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from edge_dflash.builder.engines import build_engines, bundle_engines, check_device, checked_version
 from edge_dflash.builder.journal import WorkDir, recover, sync_path
@@ -24,7 +35,89 @@ from edge_dflash.bundle.manifest import MANIFEST, EngineFiles, Manifest, Trial, 
 from edge_dflash.bundle.parts import write_file
 from edge_dflash.bundle.reader import Bundle, read_manifest
 from edge_dflash.common.progress import Progress, Stage, unheard
-from edge_dflash.errors import BuildError
+from edge_dflash.decode.backend import Asked
+from edge_dflash.errors import BackendError, BuildError, VerificationError
+
+PROMPT = 512  # tokens, at most
+CYCLES = 32  # at most
+WARM = 4  # cycles that are not counted
+AGREEMENT = 0.5  # share of equal tokens; rounding changes few of them, a wrong engine nearly all
+
+Cycles = Callable[[int, int], None]  # (cycles done, in all)
+
+
+def run_trial(bundle: Bundle, progress: Cycles = lambda done, total: None) -> Trial:
+    """Load, test and time each backend that is aboard.
+
+    Raises BackendError when none can run here; one that cannot is named in the result.
+    """
+    manifest = bundle.manifest
+    ids, count = _work(manifest)
+    cycle_ms: dict[str, float] = {}
+    prefill_ms: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    choices: list[int] = []
+    for turn, name in enumerate(manifest.backends):
+        report = _shifted(progress, turn * count, len(manifest.backends) * count)
+        try:
+            cycle_ms[name], prefill_ms[name], found = _time(bundle, name, ids, count, report)
+        except (BackendError, VerificationError) as error:
+            failed[name] = str(error)
+            continue
+        choices = choices or found  # those of our own kernels come first
+        if (same := mean(a == b for a, b in zip(choices, found, strict=True))) < AGREEMENT:
+            failed[name] = (
+                f"{same:.0%} of its tokens are those of the other backend, at least {AGREEMENT:.0%} are wanted"
+            )
+            del cycle_ms[name], prefill_ms[name]
+    if not cycle_ms:
+        raise BackendError(f"{bundle.path}: no backend runs here: {'; '.join(failed.values())}")
+    return Trial(device_facts().name, len(ids) - count, count - WARM, cycle_ms, prefill_ms, failed)
+
+
+def fastest(trial: Trial) -> str:
+    """The backend whose cycle is shortest; the native one of two equals."""
+    return min(sorted(trial.cycle_ms), key=trial.cycle_ms.__getitem__)
+
+
+def _work(manifest: Manifest) -> tuple[list[int], int]:
+    """Prompt and behind it one anchor a cycle; the number of cycles."""
+    room = manifest.max_context - manifest.pair.rows
+    count = min(CYCLES + WARM, room // 2)
+    size = min(PROMPT + count, room)
+    found: list[int] = np.random.default_rng(0).integers(0, manifest.pair.target.vocab_size, size).tolist()
+    return found, count
+
+
+def _time(
+    bundle: Bundle, name: str, ids: list[int], count: int, report: Callable[[int], None]
+) -> tuple[float, float, list[int]]:
+    """Milliseconds of a cycle and of the prompt, and the target's choice behind the prompt and behind each anchor."""
+    prompt, anchors = ids[:-count], ids[-count:]
+    backend = load(bundle, name)
+    try:
+        selftest.check(bundle, backend)
+        backend.reset()
+        backend.prefill(prompt).argmax()  # the first pass of a shape is slower
+        backend.reset()
+        began = time.perf_counter()
+        choices = backend.prefill(prompt).argmax()
+        prefill = time.perf_counter() - began
+        cycles = []
+        for done, anchor in enumerate(anchors):
+            began = time.perf_counter()
+            found = backend.cycle(Asked(anchor))
+            backend.commit(1)
+            cycles.append(time.perf_counter() - began)
+            choices.append(found.tokens[0])
+            report(done + 1)
+        return 1e3 * median(cycles[WARM:] or cycles), 1e3 * prefill, choices
+    finally:
+        backend.close()
+
+
+def _shifted(progress: Cycles, before: int, total: int) -> Callable[[int], None]:
+    return lambda done: progress(before + done, total)
 
 
 @dataclass(frozen=True)
@@ -117,7 +210,7 @@ def finish(path: Path, progress: Progress = unheard) -> BuildResult:
 
 def _try_both(path: Path, progress: Progress) -> tuple[Manifest, tuple[str, ...]]:
     """Time the backends, make the faster one active; the manifest that says so, and warnings."""
-    from edge_dflash.builder.trial import fastest, run_trial  # backends, only here
+    from edge_dflash.builder.finish import fastest, run_trial  # backends, only here
 
     bundle = Bundle.open(path, check_hashes=False)
     stage = Stage(progress, "timing", bundle.manifest.size)  # in bytes like the engines: the share of cycles

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.backends.reference.dense import arithmetic
-from edge_dflash.builder.calibration_prompts import read_prompts
 from edge_dflash.builder.convert import one_thread
+from edge_dflash.builder.scales import read_prompts
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SCHEMA, BestLogits, SelfTest, TowerTest, accept_floor, chart
 from edge_dflash.common.files import directory

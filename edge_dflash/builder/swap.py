@@ -12,9 +12,19 @@ from pathlib import Path
 from edge_dflash.backends.cuda.compile import kernels_digest
 from edge_dflash.board.profiles import named_arch
 from edge_dflash.builder.card import read_card
-from edge_dflash.builder.choose import Choice, choose, decide_native
-from edge_dflash.builder.decide import BuildConfig, Decisions, check_output, check_space, choices
-from edge_dflash.builder.inputs import check_mask_token, copied_files, fingerprints
+from edge_dflash.builder.decide import (
+    BuildConfig,
+    Choice,
+    Decisions,
+    check_mask_token,
+    check_output,
+    check_space,
+    choices,
+    choose,
+    copied_files,
+    decide_native,
+    fingerprints,
+)
 from edge_dflash.builder.scales import decide_scales
 from edge_dflash.bundle.manifest import MANIFEST, Manifest, SourceFile, fingerprint
 from edge_dflash.bundle.parts import Part, bundle_parts

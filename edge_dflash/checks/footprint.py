@@ -16,16 +16,14 @@ from dataclasses import asdict, dataclass, field, fields
 from math import prod
 from typing import Any
 
-from edge_dflash.board.archs import Arch
-from edge_dflash.board.rates import Chip
+from edge_dflash.board.archs import Arch, Chip
 from edge_dflash.bundle.parts import stack_bytes
 from edge_dflash.decode.store import SEEN_BYTES
 from edge_dflash.model.ops import Attend, Experts, FrameAttend, KvAppend, Linear, SelectRows, StateOp
 from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program, State
 from edge_dflash.model.specs import PairSpec, VisionSpec
-from edge_dflash.pictures.decode import DEFAULT_LIMITS
-from edge_dflash.pictures.gate import in_flight
-from edge_dflash.pictures.resize import target_size
+from edge_dflash.pictures.decode import DEFAULT_LIMITS, in_flight
+from edge_dflash.pictures.picture import target_size
 from edge_dflash.weights.formats import KV_BYTES, TIED, KvFormat, WeightFormat, read_as
 from edge_dflash.weights.layout import UNIT_ROWS, Layout
 from edge_dflash.weights.stacks import STREAMED, program_stacks

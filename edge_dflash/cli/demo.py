@@ -13,13 +13,23 @@ from typing import Annotated, Any
 from edge_dflash.cli.output import Json, emit_json, say, show, stages
 from edge_dflash.cli.plans import WARM_UP_TOKENS, comparison, require_same, same_tokens, timed
 from edge_dflash.cli.usage import opt, switch
-from edge_dflash.common.files import check_place, check_writable, directory, write_whole
-from edge_dflash.common.scratch import scratch
-from edge_dflash.demo.actions import plan_schema, schema_problems
+from edge_dflash.common.files import check_place, check_writable, directory, scratch, write_whole
+from edge_dflash.demo.checking import plan_schema, schema_problems
 from edge_dflash.demo.drawing import png
-from edge_dflash.demo.seeing import PICTURED, assemble, messages, picture, with_goal
-from edge_dflash.demo.tasks import HELDOUT, MODELS, Task, check_plan, check_success, task_from_json
-from edge_dflash.demo.telling import PlanLines, scene_lines
+from edge_dflash.demo.tasks import (
+    HELDOUT,
+    MODELS,
+    PICTURED,
+    Task,
+    assemble,
+    check_plan,
+    check_success,
+    messages,
+    picture,
+    task_from_json,
+    with_goal,
+)
+from edge_dflash.demo.world import PlanLines, scene_lines
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.result import Plan, json_object

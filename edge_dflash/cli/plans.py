@@ -10,7 +10,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from edge_dflash.board.power import EnergyMeter
+from edge_dflash.board.state import EnergyMeter
 from edge_dflash.checks.lossless import first_difference
 from edge_dflash.cli.output import Columns, tabled
 from edge_dflash.decode.options import PlanOptions

@@ -42,8 +42,7 @@ def serve(
         if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
             raise
         raise ServiceError(f"{error.name} is missing; install it with: pip install 'edge-dflash[serve]'") from None
-    from edge_dflash.board.power import EnergyMeter
-    from edge_dflash.board.state import read_board_state
+    from edge_dflash.board.state import EnergyMeter, read_board_state
 
     chosen = load_config(config) if config is not None else ServeConfig()
     flags = {"bundle": bundle, "socket": socket, "tcp": tcp, "state_dir": state_dir}

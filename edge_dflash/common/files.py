@@ -6,21 +6,55 @@ itself. Nothing here waits, and nothing is read before its kind and size are kno
 
 Also where the data folders of edge-dflash lie: ``calib``, ``deploy``, ``engines`` and ``jetson``, at the root of a
 checkout and part of the package once installed.
+
+Temporary directories that also go after a kill: the next one of the same name removes what nobody holds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
 import stat
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 from edge_dflash.errors import EdgeDflashError, RequestError
+
+
+@contextmanager
+def scratch(parent: Path, prefix: str) -> Iterator[Path]:
+    """A directory in ``parent`` whose name begins with ``prefix``; removed at the end, however that comes."""
+    for left in parent.glob(f"{prefix}*"):
+        with suppress(OSError), locked(left):
+            shutil.rmtree(left)
+    with TemporaryDirectory(dir=parent, prefix=prefix) as made, locked(Path(made)):
+        yield Path(made)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a directory.
+
+    Raises BlockingIOError where it is locked already, FileNotFoundError where it was removed meanwhile, and OSError
+    where it cannot be locked.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(descriptor), folder.stat()):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+        yield
+    finally:
+        os.close(descriptor)
+
 
 SMALL = 16 << 20  # bytes of a config, an index or a template: those of published models have at most a tenth of it
 LARGE = 64 << 20  # bytes of a set of prompts, a manifest or a journal

@@ -16,8 +16,7 @@ from dataclasses import asdict
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.checks.footprint import memory_bytes, stored_bytes
 from edge_dflash.model import pair_programs
-from edge_dflash.pictures.decode import DEFAULT_LIMITS
-from edge_dflash.pictures.gate import in_flight
+from edge_dflash.pictures.decode import DEFAULT_LIMITS, in_flight
 from edge_dflash.serve.config import MIB, ServeConfig
 
 PROGRAM = 3 << 30

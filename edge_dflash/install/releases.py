@@ -19,7 +19,7 @@ from edge_dflash.board.linux import drop_page_cache
 from edge_dflash.builder.journal import recover, sync_path
 from edge_dflash.bundle.manifest import MANIFEST, Manifest
 from edge_dflash.bundle.reader import Bundle, check_files, read_manifest
-from edge_dflash.common import scratch
+from edge_dflash.common import files
 from edge_dflash.errors import BundleError, EdgeDflashError
 from edge_dflash.install.host import InstallPaths
 
@@ -35,7 +35,7 @@ def locked(layout: InstallPaths) -> Iterator[None]:
     layout.releases.mkdir(mode=0o755, parents=True, exist_ok=True)
     with ExitStack() as lock:
         try:
-            lock.enter_context(scratch.locked(layout.releases))
+            lock.enter_context(files.locked(layout.releases))
         except (BlockingIOError, FileNotFoundError):
             raise EdgeDflashError(f"another change of {layout.base} is under way; wait for its end") from None
         yield

@@ -4,6 +4,13 @@ Files are PNG or JPEG, read by Pillow. Orientation by EXIF is applied, then tran
 palettes become RGB, as transformers' image loading does; 16 bits a channel keep their upper 8. Of an animated file the
 first frame counts. A caller may write to its memory or its file meanwhile: each is copied once, and only the copy is
 read.
+
+What costs a decoder time or memory is counted before one is asked: a scan of a progressive JPEG may be 16 bytes, and
+each goes through every block of the picture. A compressed text of a PNG file may be a thousandth of what is made of
+it.
+
+Bytes in flight are bounded over all requests of a planner (:class:`Gate`). Callers are let in in the order of their
+coming, so that a large picture is not passed over for ever by small ones.
 """
 
 from __future__ import annotations
@@ -11,11 +18,13 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import re
 import stat
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BytesIO
@@ -26,8 +35,128 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.errors import ImageError
-from edge_dflash.pictures.gate import PIXEL_BYTES, TEXT_BYTES
-from edge_dflash.pictures.parts import parts_of
+
+PIXEL_BYTES = 16
+"""Most that a pixel takes while it is decoded and resized: a progressive JPEG's coefficients and planes take 12."""
+TEXT_BYTES = 8 << 20
+"""Most that a compressed text of a PNG file takes: the decoder reads up to a megabyte of each, twice."""
+_SLICE = 0.05  # seconds between two looks at a caller's deadline
+
+
+def in_flight(pixels: int) -> int:
+    """Bytes that pictures may have in flight where a request may have so many pixels."""
+    return PIXEL_BYTES * pixels
+
+
+class Gate:
+    """Lets callers in while the bytes that they hold together fit ``budget``. Used from any thread."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._held = 0
+        self._waiting: deque[object] = deque()  # the first comes next
+        self._changed = threading.Condition()
+
+    @property
+    def held(self) -> int:
+        """Bytes in flight now."""
+        return self._held
+
+    @contextmanager
+    def hold(self, size: int, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Hold ``size`` bytes, at most the budget, when those before have let go.
+
+        ``check`` is asked before that, again and again; what it raises ends the waiting.
+        """
+        size, mine = min(size, self.budget), object()
+        check()
+        with self._changed:
+            self._waiting.append(mine)
+            try:
+                while self._waiting[0] is not mine or self._held + size > self.budget:
+                    self._changed.wait(_SLICE)
+                    check()
+                self._held += size
+            finally:
+                self._waiting.remove(mine)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= size
+                self._changed.notify_all()
+
+
+MOST_SCANS = 64  # of a JPEG file; encoders write 1 to about 16
+FULL_SCANS = 13  # of a picture of all the pixels that a request may have; encoders write about 10
+MOST_WORK = 1 << 28  # scans of a JPEG file times its pixels, where that is more: some 2 seconds of a core
+MOST_PARTS = 65_536  # segments of a JPEG file, chunks of a PNG file
+# Markers that decoders act upon, in compressed data too: no escape, no restart, nothing reserved.
+_MARKER = re.compile(rb"\xff([\xc0-\xc7\xc9-\xcf\xd8-\xdd\xe0-\xef\xfe])")
+_START, _END, _SCAN = 0xD8, 0xD9, 0xDA
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # each says the size of the picture
+_TEXTS = (b"zTXt", b"iTXt", b"iCCP")  # chunks that are compressed
+
+
+@dataclass
+class Parts:
+    """What a PNG or JPEG file says of itself. Sizes are 0 where it does not say them."""
+
+    height: int = 0
+    width: int = 0
+    count: int = 0  # segments or chunks; counting stops after MOST_PARTS
+    scans: int = 0
+    texts: int = 0  # compressed ones
+
+
+def parts_of(data: bytes, pixels: int = 0) -> Parts:
+    """The parts of a file. Raises ImageError for more than any encoder writes, or more work than a picture is.
+
+    ``pixels``: those that a request may have.
+    """
+    parts = _of_jpeg(data) if data.startswith(b"\xff\xd8") else _of_png(data)
+    if parts.scans > MOST_SCANS or parts.count > MOST_PARTS:
+        kind, most = ("scans", MOST_SCANS) if parts.scans > MOST_SCANS else ("parts", MOST_PARTS)
+        raise ImageError(f"an image file has more than {most:,} {kind}; save it again as PNG or baseline JPEG")
+    most = max(MOST_WORK, FULL_SCANS * pixels)
+    if parts.scans > 1 and (work := parts.scans * parts.height * parts.width) > most:
+        raise ImageError(
+            f"an image file has {parts.scans} scans of {parts.height} x {parts.width} pixels, {work:,} pixels of all "
+            f"scans, at most {most:,} are decoded; save it again as PNG or baseline JPEG"
+        )
+    return parts
+
+
+def _of_jpeg(data: bytes) -> Parts:
+    """Up to the end of the picture; of several sizes the largest counts."""
+    at, parts = 2, Parts()
+    while parts.scans <= MOST_SCANS and parts.count <= MOST_PARTS and (found := _MARKER.search(data, at)):
+        kind, at = found[1][0], found.end()
+        if kind == _END:
+            break
+        parts.count += 1
+        parts.scans += kind == _SCAN
+        if kind in _FRAMES:
+            height, width = (int.from_bytes(data[at + begin : at + begin + 2]) for begin in (3, 5))
+            parts.height, parts.width = max(parts.height, height), max(parts.width, width)
+        if kind != _START:
+            at += max(int.from_bytes(data[at : at + 2]), 2)
+    return parts
+
+
+def _of_png(data: bytes) -> Parts:
+    """Of several sizes the last counts, as it does for the decoder."""
+    at, parts = 8, Parts()
+    while at < len(data) and parts.count <= MOST_PARTS:
+        kind = data[at + 4 : at + 8]
+        parts.texts += kind in _TEXTS
+        if kind == b"IHDR":
+            parts.width, parts.height = (int.from_bytes(data[at + begin : at + begin + 4]) for begin in (8, 12))
+        at += 12 + int.from_bytes(data[at : at + 4])
+        parts.count += 1
+    return parts
+
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -9,8 +9,7 @@ from functools import cached_property
 from edge_dflash.decode.pictured import Picture, Placed
 from edge_dflash.errors import ImageError, RequestError
 from edge_dflash.model.specs import VisionSpec
-from edge_dflash.pictures.decode import DEFAULT_LIMITS, ImageLimits
-from edge_dflash.pictures.gate import Gate, in_flight
+from edge_dflash.pictures.decode import DEFAULT_LIMITS, Gate, ImageLimits, in_flight
 from edge_dflash.pictures.picture import pictures_of
 from edge_dflash.text.images import renamed, sources_of, unmarked
 from edge_dflash.text.template import Message

@@ -16,8 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from edge_dflash.board.power import EnergyMeter
-from edge_dflash.board.state import BoardState
+from edge_dflash.board.state import BoardState, EnergyMeter
 from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.decode.loop import Step
 from edge_dflash.result import Plan

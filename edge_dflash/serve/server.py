@@ -19,8 +19,7 @@ from typing import NoReturn, TypeAlias
 
 import uvicorn
 
-from edge_dflash.board.power import EnergyMeter
-from edge_dflash.board.state import BoardState
+from edge_dflash.board.state import BoardState, EnergyMeter
 from edge_dflash.common.progress import IN_BYTES, Progress
 from edge_dflash.errors import EdgeDflashError, ServiceError
 from edge_dflash.serve.app import make_app

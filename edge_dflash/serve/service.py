@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 from starlette.responses import Response
 
-from edge_dflash.board.power import EnergyMeter
-from edge_dflash.board.state import BoardState
+from edge_dflash.board.state import BoardState, EnergyMeter
 from edge_dflash.common import progress
 from edge_dflash.pictures.decode import INSTALL, reads_files
 from edge_dflash.planner import Planner

@@ -14,8 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from edge_dflash.common.files import read_text
-from edge_dflash.common.scratch import locked
+from edge_dflash.common.files import locked, read_text
 from edge_dflash.decode.saved import partial_of
 from edge_dflash.errors import ServiceError, StorageError
 from edge_dflash.runner.recording import Recording

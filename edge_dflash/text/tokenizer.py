@@ -1,6 +1,6 @@
 """Text to token ids and back: the tokenizer, the chat template, and text that streams without broken characters.
 
-Read from the files of a Hugging Face checkpoint (:mod:`edge_dflash.text.template_files`).
+Read from the files of a Hugging Face checkpoint (:mod:`edge_dflash.text.template`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,17 @@ from tokenizers import Tokenizer as HfTokenizer
 from edge_dflash.common.files import is_there
 from edge_dflash.common.panics import refused
 from edge_dflash.errors import BundleError, RequestError
-from edge_dflash.text.template import BoundError, ChatTemplate, Message
-from edge_dflash.text.template_files import DEFAULT, TOOL_USE, read, read_object, read_templates, special_tokens
+from edge_dflash.text.template import (
+    DEFAULT,
+    TOOL_USE,
+    BoundError,
+    ChatTemplate,
+    Message,
+    read,
+    read_object,
+    read_templates,
+    special_tokens,
+)
 
 MAX_TOKENIZER = 128 << 20  # bytes of tokenizer.json; the largest published ones have about 35 MB
 

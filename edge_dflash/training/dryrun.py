@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.common.files import scratch
 from edge_dflash.common.progress import Progress, unheard
-from edge_dflash.common.scratch import scratch
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.training.forecast import Forecast, forecast, gigabytes

@@ -2,6 +2,9 @@
 
 Hugging Face accelerate has the device, mixed precision, accumulation and the state on the disk. On a CPU a run that was
 killed and resumed ends with the weights of one that was not, bit for bit: what a step reads follows from its number.
+
+Checks walk the loop's cycles with what is on the disk: the target's greedy answer and its taps are known, so a cycle is one pass of the drafter: its drafts are accepted as far
+as they are the answer.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,14 +28,56 @@ from edge_dflash.backends import SMALL_MODEL
 from edge_dflash.builder.convert import one_thread
 from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.errors import BackendError, CheckpointError, RequestError
-from edge_dflash.training.disk import SUM, damaged_file, read_whole, tensors_sum, whole_file, write_sums, writing
 from edge_dflash.training.drafter import BlockDrafter
 from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.forecast import BatchSize
-from edge_dflash.training.heldout import MOST, walk_answers
-from edge_dflash.training.losses import Borrowed, block_loss
-from edge_dflash.training.shards import BatchReader, Shards
+from edge_dflash.training.losses import Borrowed, block_loss, drafts
+from edge_dflash.training.shards import (
+    SUM,
+    BatchReader,
+    Shards,
+    damaged_file,
+    read_whole,
+    tensors_sum,
+    whole_file,
+    write_sums,
+    writing,
+)
 from edge_dflash.training.workdir import CHECKPOINT
+
+MOST = 64  # answers that are walked
+
+
+@torch.no_grad()
+def walk_answers(
+    drafter: BlockDrafter, borrowed: Borrowed, shards: Shards, indices: Sequence[int], device: str, at_once: int = 16
+) -> list[list[int]]:
+    """Tokens that each cycle commits, bonus included, of the greedy walk along each of some samples' answers.
+
+    ``at_once``: samples of a pass; no more than a step has, and it needs no more memory.
+    """
+    walked = list[list[int]]()
+    for first in range(0, len(indices), at_once):
+        part = list(indices[first : first + at_once])
+        batch = shards.batch(part, torch.zeros(len(part), 1)).to(device)
+        context, ids = drafter.context(batch.taps), batch.ids
+        at, ends = batch.anchors[:, 0], batch.lengths - 1  # of each: where the anchor stands, the last token
+        lengths: list[list[int]] = [[] for _ in part]
+        while bool((at < ends).any()):
+            known = ids.gather(1, at[:, None])
+            hidden = drafter.block(context, at[:, None], known, borrowed.embedding)
+            made = drafts(drafter, borrowed, hidden, known)[:, 0]
+            place = at[:, None] + 1 + torch.arange(made.shape[1], device=ids.device)
+            right = (made == ids.gather(1, place.clamp(max=ids.shape[1] - 1))) & (place <= ends[:, None])
+            count = right.long().cumprod(1).sum(1) + 1
+            count = torch.minimum(count, ends - at)
+            for row, number in enumerate(count.tolist()):
+                if number > 0:
+                    lengths[row].append(number)
+            at = at + count
+        walked += lengths
+    return walked
+
 
 STAGE = "training"
 WARM_UP, LAST_RATE = 0.04, 0.02  # part of the steps; of the peak learning rate, at the end of the cosine

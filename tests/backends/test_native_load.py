@@ -73,7 +73,7 @@ def test_a_machine_without_driver_or_bindings_is_told(bundle, path, monkeypatch,
 
 
 def test_what_builds_and_inspects_needs_no_bindings():
-    modules = ("backends.cuda.support", "builder.choose", "builder.engines", "builder.trial", "checks.doctor")
+    modules = ("backends.cuda.support", "builder.decide", "builder.engines", "builder.finish", "checks.doctor")
     imports = ", ".join(f"edge_dflash.{name}" for name in modules)
     code = f"import sys; sys.modules['cuda'] = None; import {imports}"
     subprocess.run([sys.executable, "-c", code], check=True)

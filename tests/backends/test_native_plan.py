@@ -9,7 +9,7 @@ from cubin_support import need_compiler
 from native_support import NATIVE_PAIR, formats_of, random_store
 
 from edge_dflash.backends.cuda import compile as kernels
-from edge_dflash.builder.choose import decide_native
+from edge_dflash.builder.decide import decide_native
 from edge_dflash.builder.write import build
 from edge_dflash.errors import BackendError, BuildError
 from edge_dflash.weights.recipe import default_recipe

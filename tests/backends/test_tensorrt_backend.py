@@ -23,8 +23,7 @@ from edge_dflash.backends.tensorrt.backend import EngineOps, check_engines
 from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from edge_dflash.backends.tensorrt.runs import RunEngine, engine_pass
 from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, STATE_UNITS, TOWER, Run, bundle_units, tower_unit
-from edge_dflash.builder.choose import choose
-from edge_dflash.builder.decide import _backends
+from edge_dflash.builder.decide import _backends, choose
 from edge_dflash.decode.backend import Asked, Backend, Precision
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs

@@ -15,7 +15,7 @@ from edge_dflash.builder.write import build
 from edge_dflash.bundle import parts
 from edge_dflash.bundle.parts import building_path
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.demo.seeing import assemble
+from edge_dflash.demo.tasks import assemble
 from edge_dflash.errors import BackendError, BuildError, BundleError, RecipeError
 from edge_dflash.model.vision import TOWER
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from edge_dflash.bench.result import Formed, svg
 from edge_dflash.bench.run import Device, run, tiled
 from edge_dflash.bench.workload import Workload, accept_pattern
-from edge_dflash.board.power import EnergyMeter
+from edge_dflash.board.state import EnergyMeter
 from edge_dflash.cli.bench import render
 from edge_dflash.errors import ContextError, RequestError
 

@@ -13,7 +13,7 @@ from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.tensorrt import flavours
 from edge_dflash.board.archs import ARCHS, BACKENDS, CHUNK_SECONDS, arch_of_sm, find_arch
 from edge_dflash.board.profiles import board_profiles, load_board, named_arch, read_board
-from edge_dflash.builder.choose import choose
+from edge_dflash.builder.decide import choose
 from edge_dflash.bundle.manifest import dump_manifest, parse_manifest
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checks.footprint import expert_parameters, row_parameters

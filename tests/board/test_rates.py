@@ -10,9 +10,8 @@ from paths import ROOT
 
 from edge_dflash.backends.cuda.compile import KERNELS
 from edge_dflash.bench.random_pair import synthetic_pair
-from edge_dflash.board.archs import ARCHS, find_arch
+from edge_dflash.board.archs import ARCHS, H200, Chip, KernelRate, RowRates, find_arch
 from edge_dflash.board.profiles import board_profiles, load_board
-from edge_dflash.board.rates import H200, Chip, KernelRate, RowRates
 from edge_dflash.checks.footprint import expert_layers, expert_parameters, row_parameters
 from edge_dflash.checks.inspect import inspect_recipe, products
 from edge_dflash.cli.inspect import render

@@ -11,7 +11,7 @@ import board_support
 import pytest
 from board_support import hwmon, write
 
-from edge_dflash.board import power
+from edge_dflash.board import state as power
 from edge_dflash.board.linux import (
     MemoryState,
     SetMode,
@@ -23,8 +23,17 @@ from edge_dflash.board.linux import (
     read_release,
     read_text,
 )
-from edge_dflash.board.power import EnergyMeter, Rail, read_input, read_rails
-from edge_dflash.board.state import BoardState, read_board_state, read_clocks, read_temperatures, read_throttling
+from edge_dflash.board.state import (
+    BoardState,
+    EnergyMeter,
+    Rail,
+    read_board_state,
+    read_clocks,
+    read_input,
+    read_rails,
+    read_temperatures,
+    read_throttling,
+)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from golden_pairs import FLOAT32, NAMES, golden, pair, programs, store
 
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.builder.calibrate import calibrate
+from edge_dflash.builder.scales import calibrate
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError
 from edge_dflash.model.ops import Attend, KvAppend, Linear

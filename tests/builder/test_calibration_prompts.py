@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from edge_dflash.builder.calibration_prompts import calibration_ids, read_prompts
+from edge_dflash.builder.scales import calibration_ids, read_prompts
 from edge_dflash.common.files import directory
 from edge_dflash.errors import BuildError
 

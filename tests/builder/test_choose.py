@@ -12,8 +12,7 @@ from edge_dflash import backends
 from edge_dflash.backends.cuda import support
 from edge_dflash.backends.cuda.compile import bundled
 from edge_dflash.backends.tensorrt import backend
-from edge_dflash.builder.choose import choose
-from edge_dflash.builder.decide import decide
+from edge_dflash.builder.decide import choose, decide
 from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.manifest import dump_manifest
 from edge_dflash.bundle.reader import Bundle

@@ -14,7 +14,7 @@ from tensorrt_build_support import config, fake, fake_tools, install, on
 from edge_dflash.backends.cuda.support import DeviceFacts
 from edge_dflash.bench.provenance import identity
 from edge_dflash.builder import finish as finish_module
-from edge_dflash.builder import trial as trial_module
+from edge_dflash.builder import finish as trial_module
 from edge_dflash.builder.finish import finish
 from edge_dflash.builder.write import build
 from edge_dflash.bundle.manifest import Trial, dump_manifest, parse_manifest

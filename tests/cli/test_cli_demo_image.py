@@ -6,8 +6,7 @@ from paths import ROOT
 from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.common.files import directory
 from edge_dflash.demo.drawing import draw, png
-from edge_dflash.demo.seeing import PICTURED, assemble, messages
-from edge_dflash.demo.tasks import MODELS, task_from_json
+from edge_dflash.demo.tasks import MODELS, PICTURED, assemble, messages, task_from_json
 from edge_dflash.planner import Planner
 
 pytestmark = pytest.mark.usefixtures("opened_once")

@@ -10,11 +10,10 @@ import time
 
 import pytest
 
-from edge_dflash.builder.inputs import fingerprints
+from edge_dflash.builder.decide import fingerprints
 from edge_dflash.cli.ending import ending
-from edge_dflash.common.scratch import scratch
-from edge_dflash.demo.seeing import assemble
-from edge_dflash.demo.tasks import MODELS
+from edge_dflash.common.files import scratch
+from edge_dflash.demo.tasks import MODELS, assemble
 
 HEED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a parent may ignore SIGINT
 MOST_SECONDS = 120

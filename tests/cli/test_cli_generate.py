@@ -8,7 +8,7 @@ import re
 import pytest
 from cli_support import last_json
 
-from edge_dflash.board.power import EnergyMeter, Rail
+from edge_dflash.board.state import EnergyMeter, Rail
 from edge_dflash.cli import generate as module
 from edge_dflash.cli import plans as comparison
 from edge_dflash.errors import VerificationError

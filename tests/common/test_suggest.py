@@ -3,7 +3,7 @@
 import pytest
 
 from edge_dflash.common import rules
-from edge_dflash.common.suggest import slip_of
+from edge_dflash.common.rules import slip_of
 from edge_dflash.decode.grammar.keywords import KNOWN
 from edge_dflash.decode.options import RULES
 

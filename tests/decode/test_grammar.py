@@ -35,7 +35,7 @@ from edge_dflash.decode.grammar.library import Vocabulary, in_our_words
 from edge_dflash.decode.grammar.schema import schema_json
 from edge_dflash.decode.grammar.walker import Source, Walker, compiled
 from edge_dflash.decode.sampling import unpack
-from edge_dflash.demo.actions import plan_schema
+from edge_dflash.demo.checking import plan_schema
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tokenizer import Tokenizer
 

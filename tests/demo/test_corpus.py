@@ -6,8 +6,7 @@ from calib.demo import corpus
 from calib.demo.corpus import make_task, task_json, task_key, tasks
 from calib.demo.planning import derive
 from calib.demo.scenes import scene_json, scene_text
-from edge_dflash.demo.actions import plan_schema, schema_problems, step
-from edge_dflash.demo.checking import goal_problems, scene_schema
+from edge_dflash.demo.checking import goal_problems, plan_schema, scene_schema, schema_problems, step
 from edge_dflash.demo.tasks import check_plan, check_success, task_from_json
 from edge_dflash.demo.world import DOCK, Goal, Place, Room, Scene, Thing
 

@@ -8,7 +8,7 @@ from calib.demo.fakequant import Linear, WeightQuantizer
 from calib.demo.generate import greedy
 from calib.demo.model import Target, TargetConfig
 from calib.demo.storage import load_target, save_model
-from edge_dflash.training.fakequant import fake_fp8
+from edge_dflash.training.drafter import fake_fp8
 from edge_dflash.weights.quantize import dequantize, fused_group, quantize_nvfp4
 
 PROMPTS = ("p0", "p1", "p2")

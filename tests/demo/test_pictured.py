@@ -16,10 +16,8 @@ from calib.demo.gazing import gaze
 from calib.demo.pictured import GRID, WORDS, heldout, pictured_scene, training_scene, words
 from calib.demo.scenes import scene_text
 from calib.demo.train_eyes import EyesRun, new_eyes, train_eyes
-from edge_dflash.demo.drawing import HEIGHT, OBJECT_COLOURS, WIDTH, draw, png
-from edge_dflash.demo.icons import NOUNS, icon
-from edge_dflash.demo.seeing import PICTURED, TARGET, assemble, messages
-from edge_dflash.demo.tasks import task_from_json
+from edge_dflash.demo.drawing import HEIGHT, NOUNS, OBJECT_COLOURS, WIDTH, draw, icon, png
+from edge_dflash.demo.tasks import PICTURED, TARGET, assemble, messages, task_from_json
 from edge_dflash.demo.world import Room, Thing
 from edge_dflash.errors import RequestError
 from edge_dflash.pictures.picture import picture_of

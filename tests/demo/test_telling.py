@@ -5,7 +5,7 @@ import json
 import pytest
 
 from edge_dflash.demo.tasks import HELDOUT, task_from_json
-from edge_dflash.demo.telling import WIDTH, PlanLines, scene_lines
+from edge_dflash.demo.world import WIDTH, PlanLines, scene_lines
 
 TASKS = [task_from_json(json.loads(line)) for line in HELDOUT.read_text(encoding="utf-8").splitlines()]
 

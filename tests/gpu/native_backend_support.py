@@ -17,7 +17,7 @@ from synthetic import drafter_config, qwen3_5_config, qwen3_config, write_drafte
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.backend import Precision
-from edge_dflash.demo.seeing import assemble
+from edge_dflash.demo.tasks import assemble
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_pair
 from edge_dflash.model.specs import DrafterLayerMask

@@ -26,9 +26,8 @@ from edge_dflash.decode.options import Options
 from edge_dflash.decode.pictured import Pictured
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore, SeenStore
-from edge_dflash.demo.actions import plan_schema
-from edge_dflash.demo.seeing import EYES, PICTURED, messages, picture
-from edge_dflash.demo.tasks import HELDOUT, check_plan, task_from_json
+from edge_dflash.demo.checking import plan_schema
+from edge_dflash.demo.tasks import EYES, HELDOUT, PICTURED, check_plan, messages, picture, task_from_json
 from edge_dflash.pictures.picture import picture_of
 from edge_dflash.planner import Planner
 from edge_dflash.runner.images import ImageReader

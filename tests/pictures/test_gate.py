@@ -17,8 +17,7 @@ from PIL import Image
 
 from edge_dflash.errors import ImageError
 from edge_dflash.pictures import decode as reading
-from edge_dflash.pictures.gate import PIXEL_BYTES, Gate, in_flight
-from edge_dflash.pictures.parts import MOST_WORK, parts_of
+from edge_dflash.pictures.decode import MOST_WORK, PIXEL_BYTES, Gate, in_flight, parts_of
 from edge_dflash.pictures.picture import picture_of, pictures_of
 
 SIDE = 2400  # of large pictures: 5.8 million pixels

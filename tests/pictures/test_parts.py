@@ -11,7 +11,7 @@ import pytest
 from picture_files import GOLDEN, encoded, noise
 
 from edge_dflash.errors import ImageError
-from edge_dflash.pictures.parts import MOST_PARTS, MOST_SCANS, parts_of
+from edge_dflash.pictures.decode import MOST_PARTS, MOST_SCANS, parts_of
 from edge_dflash.pictures.picture import picture_of
 
 SCAN, END = b"\xff\xda", b"\xff\xd9"

@@ -12,8 +12,7 @@ from picture_files import GOLDEN, PUBLISHED, encoded, noise
 from PIL import Image
 
 from edge_dflash.errors import ImageError
-from edge_dflash.pictures.picture import picture_of, pictures_of
-from edge_dflash.pictures.resize import resize, target_size
+from edge_dflash.pictures.picture import picture_of, pictures_of, resize, target_size
 
 FOLDER = ROOT / "tests" / "golden" / "vision-tiny"
 

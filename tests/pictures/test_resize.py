@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from edge_dflash.pictures.resize import resize
+from edge_dflash.pictures.picture import resize
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from calib.demo.evaluate import heldout_tasks
-from edge_dflash.demo.actions import plan_schema, schema_problems
+from edge_dflash.demo.checking import plan_schema, schema_problems
 from edge_dflash.planner import Planner
 
 TASK = heldout_tasks()[0].messages

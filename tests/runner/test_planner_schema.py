@@ -12,7 +12,7 @@ from edge_dflash.backends import load
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checks.lossless import Adversary, ByTurns, drafters, oracle
 from edge_dflash.decode.accept import Relaxation
-from edge_dflash.demo.actions import plan_schema, schema_problems
+from edge_dflash.demo.checking import plan_schema, schema_problems
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.text.tokenizer import Tokenizer

@@ -12,8 +12,7 @@ from planner_support import Slow
 from service_support import TEXT_SHAPE, client_of, fake_service
 
 from edge_dflash.board.linux import MemoryState
-from edge_dflash.board.power import Rail
-from edge_dflash.board.state import BoardState
+from edge_dflash.board.state import BoardState, Rail
 from edge_dflash.serve.metrics import BOARD, Metrics
 
 DASHBOARD = json.loads((Path(__file__).resolve().parents[2] / "deploy" / "grafana.json").read_text())

@@ -12,8 +12,7 @@ from fakes import FakeBackend
 from planner_support import Gate, Slow
 from service_support import TEXT_SHAPE, client_of, config_for, fake_service
 
-from edge_dflash.board.power import EnergyMeter
-from edge_dflash.board.state import BoardState
+from edge_dflash.board.state import BoardState, EnergyMeter
 from edge_dflash.decode.loop import Step
 from edge_dflash.serve import service as service_module
 from edge_dflash.serve.metrics import Metrics, Pulse, Watcher

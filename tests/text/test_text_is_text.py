@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from text_support import write_tokenizer
 
-from edge_dflash.builder.calibration_prompts import read_prompts
+from edge_dflash.builder.scales import read_prompts
 from edge_dflash.common.files import directory
 from edge_dflash.decode.options import Options, as_messages
 from edge_dflash.errors import BundleError, RequestError

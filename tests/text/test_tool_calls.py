@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from edge_dflash.text.parameters import meaning
-from edge_dflash.text.tool_calls import MalformedToolCall, parse_tool_call
+from edge_dflash.text.tool_calls import MalformedToolCall, meaning, parse_tool_call
 
 METRES = {"type": "object", "properties": {"metres": {"type": "integer"}}, "required": ["metres"]}
 MOVE = {"type": "function", "function": {"name": "move", "parameters": METRES}}

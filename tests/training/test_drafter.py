@@ -11,8 +11,7 @@ from training_support import borrowed_of, drafter_of, module, taps_of
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import KvState
-from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter
-from edge_dflash.training.fakequant import fake_weight
+from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter, fake_weight
 from edge_dflash.training.losses import Batch, Borrowed, block_loss, drafts
 from edge_dflash.weights.quantize import dequantize, quantize_fp8, quantize_nvfp4
 

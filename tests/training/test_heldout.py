@@ -12,13 +12,13 @@ from training_support import borrowed_of, drafter_of, module, taps_of
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.demo.tasks import HELDOUT
 from edge_dflash.planner import Planner
-from edge_dflash.training import heldout
+from edge_dflash.training import trainer
 from edge_dflash.training.answers import prompt_ids
 from edge_dflash.training.data import TrainingTask
-from edge_dflash.training.heldout import walk_answers
 from edge_dflash.training.losses import Batch, Borrowed, drafts
 from edge_dflash.training.shards import Sample, Shards
 from edge_dflash.training.taps import write_taps
+from edge_dflash.training.trainer import walk_answers
 
 NO_TARGET = Borrowed(torch.zeros(1), torch.zeros(1))
 
@@ -32,7 +32,7 @@ def _few_passes(monkeypatch):
         assert next(left, None) is not None, "the walk does not end"
         return drafts(*given)
 
-    monkeypatch.setattr(heldout, "drafts", counted)
+    monkeypatch.setattr(trainer, "drafts", counted)
 
 
 class Said:

@@ -13,9 +13,8 @@ from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.training import shards as shards_module
 from edge_dflash.training import taps as module
-from edge_dflash.training.disk import SUM
 from edge_dflash.training.forecast import BatchSize
-from edge_dflash.training.shards import BatchReader, Order, Sample, Shards, shard_path
+from edge_dflash.training.shards import SUM, BatchReader, Order, Sample, Shards, shard_path
 from edge_dflash.training.taps import ReferenceTapper, tap_program, write_taps
 from edge_dflash.weights.safetensors import TensorFiles
 

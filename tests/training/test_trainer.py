@@ -15,13 +15,19 @@ from training_support import borrowed_of, drafter_of, plan, prepared
 
 from edge_dflash.errors import RequestError
 from edge_dflash.training import trainer as training
-from edge_dflash.training.disk import damaged_file
 from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.forecast import BatchSize
-from edge_dflash.training.heldout import walk_answers
 from edge_dflash.training.losses import block_loss
-from edge_dflash.training.shards import BatchReader
-from edge_dflash.training.trainer import LEAST_STEPS, Trainer, TrainingPlan, TrainingState, kept_weights, learning_rate
+from edge_dflash.training.shards import BatchReader, damaged_file
+from edge_dflash.training.trainer import (
+    LEAST_STEPS,
+    Trainer,
+    TrainingPlan,
+    TrainingState,
+    kept_weights,
+    learning_rate,
+    walk_answers,
+)
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,17 @@ from edge_dflash.decode.grammar.lark_text import MAX_BYTES, MAX_RULES
 from edge_dflash.decode.grammar.schema import MAX_BYTES as MAX_SCHEMA_BYTES
 from edge_dflash.decode.grammar.schema import alone, plain
 from edge_dflash.errors import RequestError
-from edge_dflash.text.parameters import Meaning, meaning, parameter, written
-from edge_dflash.text.tool_calls import JsonCalls, TaggedCalls, Tool, function_of, is_strict
+from edge_dflash.text.tool_calls import (
+    JsonCalls,
+    Meaning,
+    TaggedCalls,
+    Tool,
+    function_of,
+    is_strict,
+    meaning,
+    parameter,
+    written,
+)
 
 _WHOLE = frozenset(("type", "properties", "required", "additionalProperties", "$defs"))
 _TEXT = frozenset(("type", "pattern", "format", "contentEncoding", "minLength", "maxLength"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, TypeAlias, TypeGuard
 
-from edge_dflash.common.suggest import slip_of
+from edge_dflash.common.rules import slip_of
 from edge_dflash.decode.grammar.formats import BYTE_HINTS, ENCODINGS, FORMATS, INTEGERS, NUMBER_HINTS, TEXT_HINTS
 from edge_dflash.errors import RequestError, short
 
