@@ -3,8 +3,8 @@
 DFlash (arXiv 2602.06036, section on training): cross-entropy. DFlash2: the same, and that of the selector among its
 candidates. DSpark: cross-entropy, distance to the target's distribution, and the confidence.
 
-What a walk scores: :class:`~edge_dflash.model.ops.SelectorWalk` and :class:`~edge_dflash.model.ops.MarkovWalk`, after the
-answer's tokens, or after those that it chose.
+What a walk scores: :class:`~edge_dflash.model.ops.SelectorWalk` and :class:`~edge_dflash.model.ops.MarkovWalk`, after
+the answer's tokens, or after those that it chose.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Hugging Face accelerate has the device, mixed precision, accumulation and the state on the disk. On a CPU a run that was
 killed and resumed ends with the weights of one that was not, bit for bit: what a step reads follows from its number.
 
-Checks walk the loop's cycles with what is on the disk: the target's greedy answer and its taps are known, so a cycle is one pass of the drafter: its drafts are accepted as far
-as they are the answer.
+Checks walk the loop's cycles with what is on the disk: the target's greedy answer and its taps are known, so a cycle
+is one pass of the drafter: its drafts are accepted as far as they are the answer.
 """
 
 from __future__ import annotations
