@@ -16,6 +16,7 @@ from benchmark_support import (
     SHAPE,
     VERIFY,
     Clock,
+    FakeCosts,
     SlowHost,
     TimedBackend,
     device,
@@ -26,6 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from edge_dflash.bench.measure import Meter
 from edge_dflash.bench.result import Formed, svg
 from edge_dflash.bench.run import Device, run, tiled
 from edge_dflash.bench.workload import Workload, accept_pattern
@@ -125,6 +127,17 @@ def test_a_profile_adds_up_the_layers(result):
         ("Attend target.layers.*.kv", 1, 20),
     ]
     assert [s.ms for s in result.profile] == pytest.approx([3.0, 3.0])
+
+
+def test_experts_are_counted_a_layer_and_a_pass(clock, monkeypatch):
+    backend, costs = TimedBackend(clock), FakeCosts()
+    costs.expert_layers = 2
+    monkeypatch.setattr(Meter, "_experts_read", lambda self: 6 * backend.cycled)
+    meter = Meter(subject(backend).planner, costs, BANDWIDTH)
+    found = {each.drafts: each.experts for each in meter.by_drafts([1] * 50, None) if each.drafts}
+    assert found
+    assert set(found.values()) == {3.0}
+    assert meter.device_cycle([1] * 50).verify.bytes > 0
 
 
 def test_without_a_forced_length_the_drafter_counts(clock):
