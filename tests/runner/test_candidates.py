@@ -216,6 +216,7 @@ def test_one_that_is_cancelled_leaves_the_others_alone():
         counting.go.set()
         for streams in (running, queued):
             assert [one.plan.tokens for one in streams[1:]] == [alone(index)[0] for index in (1, 2)]
+    assert counting.rows == 2 * (len(PROMPT) - 1 + 2)  # each prompt is computed once all the same
 
 
 def test_when_all_are_cancelled_nothing_of_them_runs():

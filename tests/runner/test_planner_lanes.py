@@ -293,6 +293,7 @@ def test_a_stream_that_nobody_awaited_can_be_cancelled():
         streams = planner.astreams(LONG, 4, temperature=0.9, max_new_tokens=60)
         streams[3].cancel()
         await anext(streams[0])
+        assert (await streams[3].result()).finish_reason == "cancelled"
         for stream in streams[:3]:
             stream.cancel()
         for stream in streams:
