@@ -111,7 +111,7 @@ def test_a_recipe_makes_the_tower_fp8(built, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{schema: 1, name: four, target: {vision: nvfp4}}", "vision is 'nvfp4'; wanted one of bf16, fp8, keep"),
+        ("{schema: 1, name: four, target: {vision: nvfp4}}", "vision is 'nvfp4'; give one of bf16, fp8, keep"),
         (
             "{schema: 1, name: four, overrides: [{match: 'target.visual.*.qkv', format: nvfp4}]}",
             "vision weights are built as bf16 or fp8",

@@ -65,5 +65,5 @@ def test_the_command_line_cuts_blocks_by_confidence(bundles, cli, name):
 def test_what_a_walk_and_a_convolution_read_stays_wide(tmp_path, module):
     target, drafter = directories(WALKS[3])
     wish = recipe(tmp_path, BF16.replace("fc: bf16}", f"fc: bf16, {module}: nvfp4}}"))
-    with pytest.raises(RecipeError, match=f"drafter: {module} is 'nvfp4'; wanted one of bf16, keep"):
+    with pytest.raises(RecipeError, match=f"drafter.{module} is 'nvfp4'; give one of bf16, keep"):
         build(BuildConfig(target, drafter, tmp_path / "bundle", recipe=wish, max_context=256))

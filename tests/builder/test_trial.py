@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -88,7 +89,7 @@ def board(fake, monkeypatch):
     on(monkeypatch, 110)
     install(monkeypatch, JETPACK)
     monkeypatch.setattr(trial_module, "load", made.load)
-    monkeypatch.setattr(trial_module, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    monkeypatch.setattr(trial_module, "time", SimpleNamespace(perf_counter=lambda: made.now, monotonic=time.monotonic))
     monkeypatch.setattr(trial_module, "device_facts", lambda: DeviceFacts("NVIDIA Thor", 110, (13, 0), True))
     return made
 

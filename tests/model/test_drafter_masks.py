@@ -145,20 +145,20 @@ def test_a_recipe_sets_the_mask_of_each_layer(tmp_path):
     layers = read.masked(pair).drafter.layers
     assert layers == (DrafterLayerMask(False, 9), DrafterLayerMask(False, 9), DrafterLayerMask(True, None))
     shown = inspect_recipe(pair, read, board=load_board("agx-thor"), max_context=256)
-    assert shown.to_json()["drafter_masks"][1:] == [
+    assert shown.to_json()["drafter_masks"][1:] == (
         {"bidirectional": False, "window": 9},
         {"bidirectional": True, "window": None},
-    ]
+    )
 
 
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ("{block: causal}", "match is None; wanted text"),
-        ('{match: "*", block: full}', "block is 'full'; wanted one of config, causal, bidirectional"),
-        ('{match: "*", window: 0}', "window is 0; wanted a positive integer, none or config"),
-        ('{match: "*", window: all}', "window is 'all'; wanted a positive integer, none or config"),
-        ('{match: "*", sliding: 3}', "unknown key sliding; accepted: match, block, window"),
+        ("{block: causal}", "match is missing; give a glob of the drafter's layers"),
+        ('{match: "*", block: full}', "block is 'full'; give one of config, causal, bidirectional"),
+        ('{match: "*", window: 0}', "window is 0; give a positive integer, none or config"),
+        ('{match: "*", window: all}', "window is 'all'; give a positive integer, none or config"),
+        ('{match: "*", sliding: 3}', "sliding is unknown here; known are match, block, window"),
     ],
 )
 def test_bad_masks_of_a_recipe_are_refused(tmp_path, entry, words):
@@ -193,7 +193,7 @@ def launched_masks(backend):
 def test_masks_are_arguments_of_the_kernels_between_plans_and_without(monkeypatch, tmp_path, masks):
     """What the kernels make of them is compared with the reference on a GPU."""
     pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, layers=tuple(masks)))
-    assert launched_masks(test_native_backend.load(monkeypatch, ControlGpu(), pair)) == masks
+    assert launched_masks(test_native_backend.load(monkeypatch, ControlGpu(), pair=pair)) == masks
     assert launched_masks(test_tensorrt_backend.load(monkeypatch, tmp_path, pair=pair)[0]) == masks
 
 

@@ -38,7 +38,7 @@ def test_a_number_that_is_given_wins(bundle, asked, lanes):
 
 
 def test_lanes_that_no_backend_has_are_refused(bundle):
-    with pytest.raises(RequestError, match="lanes is 9; give a whole number of sequences, 1 to 8, or None"):
+    with pytest.raises(RequestError, match="lanes is 9; give a whole number from 1 to 8, or None"):
         Planner.open(bundle, lanes=9)
 
 

@@ -275,7 +275,10 @@ class Channel:
         return [self._mask(row) for row in range(min(count, len(drafts) + 1))]
 
     def _send(self, what: str, tokens: Sequence[int]) -> None:
-        self._link.send(what, list(map(int, tokens)))
+        try:
+            self._link.send(what, list(map(int, tokens)))
+        except Died:  # it is not asked again: a grammar's next constraint has another process
+            raise Died(self.child.cause()) from None
 
     def _settle(self, patience: Patience) -> None:
         """Take the answer that nobody wanted."""
