@@ -27,7 +27,7 @@ from calib.demo.tokenizer import END_OF_TURN, Sample, render
 from calib.demo.train_target import language_loss
 from calib.demo.training import autocast, device_name, on_device, optimizer, update, write_record
 from edge_dflash.demo.tasks import MODELS
-from edge_dflash.text.template import TOKENIZER_FILES
+from edge_dflash.text.files import TOKENIZER_FILES
 from edge_dflash.training.data import read_tasks
 from edge_dflash.training.trainer import learning_rate
 

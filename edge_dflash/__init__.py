@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from edge_dflash.bundle.reader import Bundle
     from edge_dflash.client.planner import RemotePlanner, RemoteSession
     from edge_dflash.decode.accept import Relaxation
+    from edge_dflash.decode.logprobs import TokenLogprob
     from edge_dflash.decode.options import PlanOptions
-    from edge_dflash.decode.sampling import TokenLogprob
     from edge_dflash.errors import (
         BackendError,
         BuildError,
@@ -88,7 +88,7 @@ _MODULES = {
     "decode.options": ("PlanOptions",),
     "runner.astream": ("AsyncPlanStream",),
     "runner.stream": ("PlanStream",),
-    "decode.sampling": ("TokenLogprob",),
+    "decode.logprobs": ("TokenLogprob",),
     "decode.accept": ("Relaxation",),
     "text.tool_calls": ("MalformedToolCall", "ToolCall"),
 }

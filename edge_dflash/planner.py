@@ -19,11 +19,13 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common import rules
 from edge_dflash.common.progress import CHECKING, LOADING, SELF_TEST, Progress, shown
 from edge_dflash.common.rules import PATH, TEXT
-from edge_dflash.decode.backend import Backend, PairShape
+from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.drafts import draft_choice
+from edge_dflash.decode.gaze import SeenStats
 from edge_dflash.decode.grammar.compiled import hold, warm_up
 from edge_dflash.decode.options import Options, Task
-from edge_dflash.decode.store import PrefixStats, SeenStats
+from edge_dflash.decode.shape import PairShape
+from edge_dflash.decode.store import PrefixStats
 from edge_dflash.errors import RequestError
 from edge_dflash.model.specs import VisionSpec
 from edge_dflash.pictures.decode import ImageLimits

@@ -9,7 +9,7 @@ from typing import Any
 
 from edge_dflash.decode.accept import FinishReason
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
-from edge_dflash.decode.sampling import TokenLogprob
+from edge_dflash.decode.logprobs import TokenLogprob
 from edge_dflash.text.tool_calls import MalformedToolCall, ToolCall
 
 

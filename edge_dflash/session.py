@@ -23,9 +23,9 @@ from edge_dflash.runner.images import name_of
 from edge_dflash.runner.job import Job
 from edge_dflash.runner.planning import Conversing
 from edge_dflash.runner.request import Conversation, as_message, tools_of
-from edge_dflash.text.chat import Answer, for_templates
+from edge_dflash.text.chat import Answer
 from edge_dflash.text.images import sources_of
-from edge_dflash.text.template import Message
+from edge_dflash.text.template import Message, for_templates
 
 if TYPE_CHECKING:
     from edge_dflash.planner import Planner

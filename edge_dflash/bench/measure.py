@@ -20,7 +20,8 @@ from edge_dflash.bench.result import ByDrafts, CycleTimes, Decode, DeviceMemory,
 from edge_dflash.board.state import EnergyMeter
 from edge_dflash.checks.footprint import Costs, Traffic
 from edge_dflash.decode import backend as base
-from edge_dflash.decode.backend import Asked, Backend, row_steps
+from edge_dflash.decode.backend import Asked, Backend
+from edge_dflash.decode.shape import row_steps
 from edge_dflash.errors import BackendError
 from edge_dflash.planner import Planner
 from edge_dflash.result import Plan

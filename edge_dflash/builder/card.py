@@ -18,7 +18,7 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.files import SMALL, is_there, parse_json, read_bytes
 from edge_dflash.common.tables import decode, encode
 from edge_dflash.decode.backend import Backend
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import BundleError, CheckpointError
 

@@ -30,14 +30,14 @@ from edge_dflash.checks.footprint import read_bytes
 from edge_dflash.checks.inspect import default_chunk, prefill_ms
 from edge_dflash.common.files import check_place, is_there, open_regular
 from edge_dflash.common.tables import encode
-from edge_dflash.decode.backend import MOST_LANES
+from edge_dflash.decode.shape import MOST_LANES
 from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.registry import NO_DRAFTER
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.model.vision import FILE, FLAT_FILE
-from edge_dflash.text.template import TOKENIZER_FILES, read_object, read_templates, tokenizer_files
+from edge_dflash.text.files import TOKENIZER_FILES, read_object, read_templates, tokenizer_files
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.version import __version__
 from edge_dflash.weights.checkpoint import PairCheckpoint, checkpoint_pair

@@ -27,7 +27,7 @@ from edge_dflash.bundle.selftest import SCHEMA, BestLogits, SelfTest, TowerTest,
 from edge_dflash.common.files import directory
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Backend, Precision
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.pictured import text_ids
 from edge_dflash.errors import BuildError, RequestError

@@ -36,7 +36,7 @@ from edge_dflash.common.progress import Progress, Stage, shown
 from edge_dflash.common.rules import refuse_nul
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError, CheckpointError
-from edge_dflash.text.template import FOLDER
+from edge_dflash.text.files import FOLDER
 from edge_dflash.version import __version__
 from edge_dflash.weights.layout import words_of
 

@@ -18,7 +18,8 @@ from typing import Any, Literal
 from edge_dflash.board.archs import ARCHS_OF, BACKENDS, find_arch, ordered
 from edge_dflash.common.files import parse_json
 from edge_dflash.common.tables import decode, encode
-from edge_dflash.decode.backend import MOST_LANES, Precision
+from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.shape import MOST_LANES
 from edge_dflash.errors import BackendError, BundleError, short
 from edge_dflash.model.program import KvState
 from edge_dflash.model.registry import DRAFTERS, TARGETS, pair_programs

@@ -22,8 +22,8 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.common.tables import UNWRITTEN, decode, encode
 from edge_dflash.decode.accept import accepted
-from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.drafts import Drafting
+from edge_dflash.decode.shape import PairShape
 from edge_dflash.errors import BundleError
 from edge_dflash.model.specs import PatchSpec
 from edge_dflash.pictures.picture import PatchedPicture

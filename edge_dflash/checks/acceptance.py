@@ -14,7 +14,7 @@ from typing import Any
 from edge_dflash.bundle.selftest import FLOOR_SHARE, SelfTest
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.drafts import Drafting
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 
 CYCLES = 12  # that must have tried a position, here and at build, for it to be judged

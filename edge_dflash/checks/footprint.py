@@ -18,7 +18,7 @@ from typing import Any
 
 from edge_dflash.board.archs import Arch, Chip
 from edge_dflash.bundle.parts import stack_bytes
-from edge_dflash.decode.store import SEEN_BYTES
+from edge_dflash.decode.gaze import SEEN_BYTES
 from edge_dflash.model.ops import Attend, Experts, FrameAttend, KvAppend, Linear, SelectRows, StateOp
 from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program, State
 from edge_dflash.model.specs import PairSpec, VisionSpec

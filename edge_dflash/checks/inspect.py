@@ -23,8 +23,8 @@ from edge_dflash.board.profiles import SYSTEM_BYTES, BoardProfile
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.checks import footprint
 from edge_dflash.checks.footprint import CycleBytes, MemoryBytes, TowerCosts, distinct, expert_layers
-from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.decode.drafts import share_of
+from edge_dflash.decode.shape import MOST_LANES
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Experts, Linear

@@ -18,14 +18,15 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome, PairShape, Rows, Snapshot
+from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome, Rows, Snapshot
 from edge_dflash.decode.cycle import host_cycle
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
-from edge_dflash.decode.loop import Generation, generate
+from edge_dflash.decode.generation import Generation, generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.pictured import Pictured
 from edge_dflash.decode.sampling import Packed
+from edge_dflash.decode.shape import PairShape
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.weights.formats import Array
 

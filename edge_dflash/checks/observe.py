@@ -19,7 +19,7 @@ from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Asked, Cycle, Precision, Rows, no_tower
 from edge_dflash.decode.cycle import host_cycle
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.pictured import Pictured, Placed, Seen, Sight
 from edge_dflash.decode.tree import Parents

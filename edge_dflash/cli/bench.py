@@ -24,7 +24,7 @@ from edge_dflash.cli.output import Columns, emit_json, say, show, tabled
 from edge_dflash.cli.prompts import bench_prompts
 from edge_dflash.cli.usage import opt, switch
 from edge_dflash.common.files import check_place, check_writable, write_whole
-from edge_dflash.decode.backend import MOST_LANES
+from edge_dflash.decode.shape import MOST_LANES
 from edge_dflash.errors import RequestError
 from edge_dflash.model.registry import NO_DRAFTER
 from edge_dflash.weights.layout import Format

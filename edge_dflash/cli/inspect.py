@@ -26,7 +26,7 @@ from edge_dflash.cli.output import Columns, Json, emit_json, named_table, show, 
 from edge_dflash.cli.usage import opt
 from edge_dflash.common.files import LARGE, directory, read_bytes
 from edge_dflash.common.tables import encode
-from edge_dflash.decode.backend import MOST_LANES
+from edge_dflash.decode.shape import MOST_LANES
 from edge_dflash.errors import BackendError, BundleError, RequestError
 from edge_dflash.model.registry import read_pair
 from edge_dflash.model.specs import DrafterLayerMask

@@ -13,8 +13,8 @@ from rich.table import Table
 from edge_dflash.board.state import EnergyMeter
 from edge_dflash.checks.lossless import first_difference
 from edge_dflash.cli.output import Columns, tabled
+from edge_dflash.decode.logprobs import TokenLogprob
 from edge_dflash.decode.options import PlanOptions
-from edge_dflash.decode.sampling import TokenLogprob
 from edge_dflash.errors import VerificationError
 from edge_dflash.planner import Planner, Task
 from edge_dflash.result import Increment, Plan

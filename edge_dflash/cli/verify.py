@@ -28,7 +28,7 @@ from edge_dflash.cli.output import Columns, Json, emit_json, named_table, say, s
 from edge_dflash.cli.prompts import bench_prompts, default_prompts, read_prompts
 from edge_dflash.cli.usage import opt
 from edge_dflash.common.files import check_writable
-from edge_dflash.decode.backend import MOST_LANES
+from edge_dflash.decode.shape import MOST_LANES
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.planner import Planner
 

@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 from edge_dflash.decode.accept import FinishReason
 from edge_dflash.decode.drafts import Drafting
+from edge_dflash.decode.logprobs import TokenLogprob
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.sampling import TokenLogprob
 from edge_dflash.errors import (
     BundleError,
     ContextError,

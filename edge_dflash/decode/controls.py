@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edge_dflash.decode.accept import FinishReason, Relaxation
-from edge_dflash.decode.backend import Backend, lane_steps, nearest
+from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.drafts import LIMIT_SECONDS, DraftChoice
+from edge_dflash.decode.shape import lane_steps, nearest
 from edge_dflash.decode.steering import Constraint
 
 RECENT = 32  # cycles that an estimate looks back on

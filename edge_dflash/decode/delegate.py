@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome, PairShape, Rows, Snapshot
+from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome, Rows, Snapshot
 from edge_dflash.decode.cycle import host_cycle, host_cycles
 from edge_dflash.decode.pictured import Picture, Seen, Sight
+from edge_dflash.decode.shape import PairShape
 from edge_dflash.decode.tree import Parents
 
 

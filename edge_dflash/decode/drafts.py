@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median, mode
 
-from edge_dflash.decode.backend import Asked, Backend, nearest, row_steps
+from edge_dflash.decode.backend import Asked, Backend
+from edge_dflash.decode.shape import nearest, row_steps
 from edge_dflash.errors import RequestError
 
 DECAY = 0.985  # share of what was seen that is left one cycle later

@@ -2,14 +2,13 @@
 
 A cycle (:mod:`edge_dflash.decode.cycle`) is an optimistic transaction: it proposes, verifies and accepts; what of it
 becomes real is committed here. The loop works on token ids and the Backend protocol; text, models and devices are
-elsewhere. Who runs it makes its cycles, so that several sequences can share a pass; :func:`decode` runs one alone.
+elsewhere. Who runs it makes its cycles, so that several sequences can share a pass.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -18,15 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.decode.accept import FinishReason, cut
-from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome, Rows
+from edge_dflash.decode.backend import Asked, Cycle, Outcome, Rows
 from edge_dflash.decode.controls import NO_CONTROLS, Controls, CycleTime, Interrupted, Pace
-from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
-from edge_dflash.decode.options import Options, Request, admit
-from edge_dflash.decode.pictured import Placed
-from edge_dflash.decode.sampling import TokenLogprob, token_logprobs
-from edge_dflash.decode.session import Session, SessionManager
+from edge_dflash.decode.gaze import Gaze
+from edge_dflash.decode.logprobs import TokenLogprob, token_logprobs
+from edge_dflash.decode.options import Request
+from edge_dflash.decode.session import Session
 from edge_dflash.decode.steering import Steered
-from edge_dflash.decode.store import Gaze
 
 
 @dataclass(frozen=True)
@@ -187,107 +184,3 @@ class _Answer:
 def given(steps: Turns, outcome: Outcome | None) -> Step | Asked:
     """What comes next of a request that is given what became of the cycle it asked for; None: it asked for none."""
     return steps.throw(outcome) if isinstance(outcome, BaseException) else steps.send(outcome)
-
-
-def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS) -> Iterator[Step]:
-    """:func:`turns` of one request that has the backend to itself."""
-    steps = turns(session, request, controls)
-    outcome: Outcome | None = None
-    with closing(steps):
-        while True:
-            try:
-                found = given(steps, outcome)
-            except StopIteration:
-                return
-            outcome = None
-            if isinstance(found, Step):
-                yield found
-                continue
-            try:
-                outcome = session.backend.cycle(found)
-            except BaseException as error:
-                outcome = error
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Wall-clock seconds of one generation."""
-
-    prefill_seconds: float  # prompt to first token
-    propose_seconds: float
-    verify_seconds: float
-    total_seconds: float
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished generation. ``accept_lengths`` holds the tokens committed by each verify, bonus token included."""
-
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason
-    accept_lengths: tuple[int, ...]
-    timings: Timings
-    relaxed: int = 0  # tokens that stand only because acceptance was relaxed: not 0 means that the output is lossy
-    drafting: Drafting = NO_DRAFTING
-
-    @property
-    def accept_length(self) -> float:
-        """Mean tokens committed per verify; 0 when the first token ended the generation."""
-        return sum(self.accept_lengths) / len(self.accept_lengths) if self.accept_lengths else 0.0
-
-
-def stream(
-    backend: Backend,
-    prompt: Sequence[int],
-    options: Options,
-    *,
-    stop_token_ids: Sequence[int] = (),
-    controls: Controls = NO_CONTROLS,
-    pictures: Sequence[Placed] = (),
-) -> Iterator[Step]:
-    """:func:`decode` on a backend without sessions: ``prompt`` continues after the rows that its first lane holds.
-
-    ``pictures`` are those of a prompt that continues nothing. Raises RequestError and ContextError before the
-    backend is touched.
-    """
-    manager, held = SessionManager(backend), backend.length()
-    request = admit(backend.shape, (*[0] * held, *prompt) if prompt else (), options, stop_token_ids, pictures=pictures)
-    session = manager.open()
-    if held:
-        session.stand_in(request.pictured, held)  # whatever the tokens of the rows are
-        manager.lanes.occupy(session, 0)
-    return decode(session, request, controls)
-
-
-def generate(
-    backend: Backend,
-    prompt: Sequence[int],
-    options: Options,
-    *,
-    stop_token_ids: Sequence[int] = (),
-    controls: Controls = NO_CONTROLS,
-    pictures: Sequence[Placed] = (),
-) -> Generation:
-    """Run :func:`stream` to its end."""
-    run = stream(backend, prompt, options, stop_token_ids=stop_token_ids, controls=controls, pictures=pictures)
-    return collect(list(run))
-
-
-def collect(steps: Sequence[Step]) -> Generation:
-    """Sum up the steps of one finished stream."""
-    reason = steps[-1].finish_reason
-    if reason is None:
-        raise ValueError("the stream was not finished: its last step has no finish reason")
-    first, *cycles = [step for step in steps if not step.chunk]
-    propose = sum(step.propose_seconds for step in cycles)
-    verify = sum(step.verify_seconds for step in cycles)
-    prefill = first.verify_seconds
-    verified = [step for step in cycles if step.tokens]
-    return Generation(
-        tokens=tuple(token for step in steps for token in step.tokens),
-        finish_reason=reason,
-        accept_lengths=tuple(len(step.tokens) for step in verified),
-        timings=Timings(prefill, propose, verify, prefill + propose + verify),
-        relaxed=sum(step.relaxed for step in steps),
-        drafting=Drafting(tuple(step.drafts for step in verified), tuple(step.accepted for step in verified)),
-    )

@@ -17,9 +17,10 @@ from typing import Any, TypeAlias, TypedDict
 from edge_dflash.common import rules
 from edge_dflash.common.rules import FLAG, TEXT, TEXTS, Rule, refuse_surrogates
 from edge_dflash.decode.accept import FinishReason, Relaxation
-from edge_dflash.decode.backend import PairShape
+from edge_dflash.decode.logprobs import MOST_ALTERNATIVES
 from edge_dflash.decode.pictured import Pictured, Placed, check_pictures
-from edge_dflash.decode.sampling import MOST_ALTERNATIVES, Sampling
+from edge_dflash.decode.sampling import Sampling
+from edge_dflash.decode.shape import PairShape
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.text.images import with_parts
 from edge_dflash.text.template import Message

@@ -22,10 +22,11 @@ from dataclasses import fields
 from typing import TypeVar
 
 from edge_dflash.decode.backend import Backend, Snapshot
+from edge_dflash.decode.gaze import Gaze, SeenStore
 from edge_dflash.decode.options import Request
 from edge_dflash.decode.pictured import Pictured, Placed, check_pictures
 from edge_dflash.decode.saved import SessionState
-from edge_dflash.decode.store import Gaze, PrefixStore, Reuse, SeenStore
+from edge_dflash.decode.store import PrefixStore, Reuse
 from edge_dflash.errors import BackendError, BundleError, ContextError, DeviceLostError, RequestError, short
 
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from edge_dflash.decode.loop import Step
 from edge_dflash.result import Increment
-from edge_dflash.text.chat import Answer, AnswerStream, Markers, thinking_is_open
-from edge_dflash.text.tokenizer import Detokenizer, Tokenizer
+from edge_dflash.text.chat import Answer, AnswerStream, Detokenizer, Markers, thinking_is_open
+from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.text.tool_calls import Tool
 
 

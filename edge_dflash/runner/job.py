@@ -9,7 +9,8 @@ from contextlib import closing
 from typing import Any, Protocol
 
 from edge_dflash.decode.controls import Controls, Pace
-from edge_dflash.decode.loop import Step, Turns, collect, turns
+from edge_dflash.decode.generation import collect
+from edge_dflash.decode.loop import Step, Turns, turns
 from edge_dflash.decode.session import Session, SessionManager
 from edge_dflash.result import Plan, PlanTimings, json_object, json_value
 from edge_dflash.runner.answer import AnswerReader

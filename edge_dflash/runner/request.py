@@ -24,7 +24,7 @@ from edge_dflash.runner.answer import StopFinder
 from edge_dflash.runner.form import constraint_of, ends_of_form, form_of
 from edge_dflash.runner.images import ImageReader, encode_shown, name_of, read_images
 from edge_dflash.runner.recording import AnswerLog, Said
-from edge_dflash.text.chat import Answer, Markers, encode_conversation, render_conversation, thinking_is_open
+from edge_dflash.text.chat import Answer, Markers, thinking_is_open
 from edge_dflash.text.images import marked, sources_of, without
 from edge_dflash.text.template import Message
 from edge_dflash.text.tokenizer import Tokenizer
@@ -234,7 +234,7 @@ class Preparer:
 
     def _rendered(self, messages: Sequence[Message], options: Options) -> list[str]:
         tokenizer = self._model.need_tokenizer(_NO_TEXT)
-        return render_conversation(tokenizer, messages, tools=options.tools, enable_thinking=options.thinking)
+        return tokenizer.render_pieces(messages, tools=options.tools, enable_thinking=options.thinking)
 
     def _encoded(
         self, pieces: Sequence[str], mark: str, said: Sequence[Message], pictures: Mapping[str, Picture], first: int = 0
@@ -255,7 +255,7 @@ class Preparer:
         if (probe := self._probed.get(key)) is None:
             other = [*system, {"role": "user", "content": _PROBE}]
             tokenizer = self._model.need_tokenizer(_NO_TEXT)
-            probe = encode_conversation(tokenizer, other, tools=options.tools, enable_thinking=options.thinking)
+            probe = tokenizer.encode_chat(other, tools=options.tools, enable_thinking=options.thinking)
             self._probed[key] = probe
             while len(self._probed) > _KNOWN_PREFIXES:
                 self._probed.popitem(last=False)

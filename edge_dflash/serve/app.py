@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from edge_dflash.common.rules import Schema
-from edge_dflash.decode.backend import PairShape
+from edge_dflash.decode.shape import PairShape
 from edge_dflash.serve import bodies, completions, replies
 from edge_dflash.serve.bodies import COUNT, NAME, STRING, exactly
 from edge_dflash.serve.calls import encoded

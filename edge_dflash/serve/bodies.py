@@ -26,8 +26,8 @@ from edge_dflash.common.rules import (
     only,
     whole,
 )
+from edge_dflash.decode.logprobs import MOST_ALTERNATIVES
 from edge_dflash.decode.options import DECLARED
-from edge_dflash.decode.sampling import MOST_ALTERNATIVES
 from edge_dflash.runner.planning import MOST_CANDIDATES
 
 Body = partial(Object, lenient=True)

@@ -17,8 +17,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from edge_dflash.board.state import BoardState, EnergyMeter
-from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.decode.loop import Step
+from edge_dflash.decode.shape import MOST_LANES
 from edge_dflash.result import Plan
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

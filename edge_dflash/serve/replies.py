@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from edge_dflash.common.rules import Schema
 from edge_dflash.decode.accept import FinishReason
-from edge_dflash.decode.sampling import TokenLogprob
+from edge_dflash.decode.logprobs import TokenLogprob
 from edge_dflash.result import Increment, Plan, PlanTimings
 from edge_dflash.runner.planning import MOST_CANDIDATES
 from edge_dflash.serve.bodies import COUNT, STRING, exactly

@@ -6,14 +6,12 @@ Spans are found by the ids of the tokens that open and close them, never by text
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from edge_dflash.errors import RequestError, short
+from edge_dflash.errors import RequestError
 from edge_dflash.text.template import Message
-from edge_dflash.text.tokenizer import Detokenizer, Tokenizer
+from edge_dflash.text.tokenizer import REPLACEMENT, Tokenizer
 from edge_dflash.text.tool_calls import (
     PROBE,
     PROBE_ARGUMENTS,
@@ -75,36 +73,6 @@ def thinking_is_open(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
     return False
 
 
-def encode_conversation(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, **variables: object
-) -> tuple[int, ...]:
-    """Ids of :func:`render_conversation`."""
-    return tokenizer.encode_pieces(render_conversation(tokenizer, messages, tools=tools, **variables))
-
-
-def render_conversation(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, **variables: object
-) -> list[str]:
-    """A conversation in OpenAI form, up to where the answer begins: text, control token, text, ..., text.
-
-    ``tools`` are handed to the chat template; so are ``variables`` (``enable_thinking``). Arguments of earlier tool
-    calls, which OpenAI writes as JSON text, become objects, as templates want them. Raises RequestError when a tool has
-    no name, the template takes no tools, or it refuses the messages.
-    """
-    prepared = [for_templates(message, index) for index, message in enumerate(messages)]
-    if not tools:
-        return tokenizer.render_pieces(prepared, **variables)
-    for index, tool in enumerate(tools):
-        inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
-            raise RequestError(
-                f'tool {index} has no name; give {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}'
-            )
-    if tokenizer.tool_template is not None and "tools" not in tokenizer.tool_template.names:
-        raise RequestError("the chat template of this model takes no tools; describe them in a message instead")
-    return tokenizer.render_pieces(prepared, tools=[dict(tool) for tool in tools], **variables)
-
-
 def dialect_of(tokenizer: Tokenizer) -> JsonCalls | TaggedCalls:
     """How a model writes tool calls: found from what its chat template writes for one, never from the model's name.
 
@@ -121,7 +89,7 @@ def dialect_of(tokenizer: Tokenizer) -> JsonCalls | TaggedCalls:
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
     tool = {"type": "function", "function": {"name": "zqlisted", "description": "x", "parameters": {"type": "object"}}}
-    text = "".join(render_conversation(tokenizer, messages, tools=[tool]))
+    text = "".join(tokenizer.render_pieces(messages, tools=[tool]))
     before, called, after = text.rpartition(PROBE)
     written = called and "<tool_call>" in before and "</tool_call>" in after
     body = before.rpartition("<tool_call>")[2] + called + after.partition("</tool_call>")[0] if written else ""
@@ -266,33 +234,37 @@ class _Span:
         return certain
 
 
-def for_templates(message: Message, index: int) -> Message:
-    """A message as templates want it: ``content`` is there, and arguments of tool calls are objects.
+class Detokenizer:
+    """Text of a stream of ids, piece by piece, holding back bytes that are not a whole character yet.
 
-    Raises RequestError for tool calls that are none.
+    The pieces, with :meth:`finish` at the end, join to what the decoder gives for all ids at once.
     """
-    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-    if not calls:
-        return message
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise RequestError(f"tool_calls of message {index} is of type {type(calls).__name__}; give a list")
-    return {**message, "content": message.get("content") or "", "tool_calls": [_with_object(c, index) for c in calls]}
 
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._context: list[int] = []  # ids before the pending ones: decoders may treat the first id of a text apart
+        self._pending: list[int] = []  # ids whose text is not all out
+        self._sent = 0  # characters of the pending ids that are out
 
-def _with_object(call: object, index: int) -> dict[str, Any]:
-    inner = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
-        raise RequestError(f"a tool call of message {index} has no function with a name; give the call as it came")
-    if not isinstance(call.get("id"), str | None):
-        raise RequestError(f"the id of a tool call of message {index} is {short(call['id'])}; give a text")
-    arguments = inner.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"arguments of a tool call of message {index} are no JSON: {error}") from None
-    if not isinstance(arguments, Mapping):
-        kind = type(arguments).__name__
-        raise RequestError(f"arguments of a tool call of message {index} are of type {kind}; give an object")
-    function = {**inner, "arguments": arguments}
-    return {**call, "function": function} if "function" in call else function
+    def add(self, ids: Sequence[int]) -> str:
+        """Take ids and return the text that is certain now."""
+        self._pending.extend(ids)
+        fresh = self._fresh()
+        certain = fresh.rstrip(REPLACEMENT)  # more bytes may turn the end into a character
+        piece = certain[self._sent :]
+        if certain == fresh and fresh:
+            self._context, self._pending, self._sent = self._pending, [], 0
+        else:
+            self._sent = max(self._sent, len(certain))
+        return piece
+
+    def finish(self) -> str:
+        """Return what is left: a character that never became whole comes as U+FFFD."""
+        rest = self._fresh()[self._sent :]
+        self._context, self._pending, self._sent = [], [], 0
+        return rest
+
+    def _fresh(self) -> str:
+        """Text of the pending ids."""
+        before = len(self._decode(self._context)) if self._context else 0
+        return self._decode([*self._context, *self._pending])[before:]

@@ -4,9 +4,6 @@ A template writes the control tokens of its model (``<|im_start|>``) as literals
 same spelling in a message, a tool or an argument is text, wherever it stands and whatever the template puts beside it.
 Templates come with models and are not trusted: another process runs them within bounds of time and memory
 (:mod:`edge_dflash.text.template_process`).
-
-A tokenizer may have several templates: "default", and "tool_use" for requests with tools, as transformers takes them.
-Other names are for programs that ask for them, which nothing here does.
 """
 
 from __future__ import annotations
@@ -18,108 +15,11 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edge_dflash.common.files import SMALL, is_there, read_text
 from edge_dflash.common.processes import command
-from edge_dflash.errors import BundleError, RequestError, one_line, short
-
-DEFAULT, TOOL_USE = "default", "tool_use"
-TEMPLATE_FILE, OLDER_FILE, FOLDER = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    TEMPLATE_FILE,
-    OLDER_FILE,  # of processors that are older than chat_template.jinja
-)
-_NAMED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\.jinja")
-_MOST_NAMED = 64
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_LISTED = "additional_special_tokens"
-
-
-def tokenizer_files(directory: Path) -> tuple[Path, ...]:
-    """The files that a tokenizer and its templates are read from, as far as they exist."""
-    named = (f"{FOLDER}/{name}" for name in _named_files(directory))
-    return tuple(path for name in (*TOKENIZER_FILES, *named) if is_there(path := directory / name))
-
-
-def read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name. Raises BundleError for a file that cannot be read.
-
-    ``chat_template.jinja`` replaces those of ``tokenizer_config.json``, which come before ``chat_template.json``; those
-    of ``additional_chat_templates`` are added to them.
-    """
-    found: dict[str, str] = {}
-    if is_there(directory / TEMPLATE_FILE):
-        found[DEFAULT] = read(directory / TEMPLATE_FILE, str)
-    elif config.get("chat_template"):
-        found = _by_name(config["chat_template"])
-    elif is_there(directory / OLDER_FILE):
-        found = _by_name(read_object(directory / OLDER_FILE).get("chat_template"))
-    for name in _named_files(directory):
-        found[name.removesuffix(".jinja")] = read(directory / FOLDER / name, str)
-    return found
-
-
-def special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What templates may name: special tokens, a list of further ones, and those of the model's own names."""
-    older = directory / "special_tokens_map.json"
-    known = {**(read_object(older) if is_there(older) else {}), **{k: v for k, v in config.items() if v}}
-    extra = known.get("extra_special_tokens")
-    named = {**(extra if isinstance(extra, dict) else {}), **{n: known[n] for n in _SPECIAL_TOKENS if known.get(n)}}
-    tokens: dict[str, Any] = {name: _content(token) for name, token in named.items()}
-    listed = known.get(_LISTED) or (extra if isinstance(extra, list) else [])
-    if isinstance(listed, list) and listed:
-        tokens[_LISTED] = [_content(token) for token in listed]
-    return tokens
-
-
-def read(path: Path, parse: Callable[[str], Any], most: int = SMALL) -> Any:
-    """What ``parse`` makes of a file. Raises BundleError."""
-    try:
-        return parse(read_text(path, most))
-    except Exception as error:  # the library of tokenizers raises bare Exception
-        why = error.strerror if isinstance(error, OSError) else None  # without the path, which is named beside it
-        raise BundleError(f"cannot read {path} ({one_line(why or error)}); build the bundle again") from None
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A file that holds a JSON object. Raises BundleError."""
-    value = read(path, json.loads)
-    if not isinstance(value, dict):
-        raise BundleError(f"{path} holds {type(value).__name__}, wanted an object; build the bundle again")
-    return value
-
-
-def _named_files(directory: Path) -> list[str]:
-    """Files of additional_chat_templates, in their order."""
-    try:
-        names = sorted(path.name for path in (directory / FOLDER).iterdir() if _NAMED.fullmatch(path.name))
-    except OSError:  # there is no such folder
-        return []
-    if len(names) > _MOST_NAMED:
-        raise BundleError(f"{directory / FOLDER} has {len(names)} templates, at most {_MOST_NAMED} are taken")
-    return names
-
-
-def _by_name(given: object) -> dict[str, str]:
-    """Templates as files write them: one, a list of named ones, or an object of them."""
-    if isinstance(given, str):
-        return {DEFAULT: given}
-    if isinstance(given, list):
-        given = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
-    items = given.items() if isinstance(given, dict) else ()
-    return {name: text for name, text in items if isinstance(name, str) and isinstance(text, str)}
-
-
-def _content(token: object) -> str:
-    """A special token is a string or an object with its ``content``."""
-    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
-
+from edge_dflash.errors import BundleError, RequestError, short
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, passed to the chat template as it is
 
@@ -163,6 +63,38 @@ def with_text(message: Message, index: int) -> Message:
     return {**message, "content": content_text(message["content"], f"content of message {index}")}
 
 
+def for_templates(message: Message, index: int) -> Message:
+    """A message as templates want it: ``content`` is there, and arguments of tool calls are objects.
+
+    Raises RequestError for tool calls that are none.
+    """
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not calls:
+        return message
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise RequestError(f"tool_calls of message {index} is of type {type(calls).__name__}; give a list")
+    return {**message, "content": message.get("content") or "", "tool_calls": [_with_object(c, index) for c in calls]}
+
+
+def _with_object(call: object, index: int) -> dict[str, Any]:
+    inner = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+        raise RequestError(f"a tool call of message {index} has no function with a name; give the call as it came")
+    if not isinstance(call.get("id"), str | None):
+        raise RequestError(f"the id of a tool call of message {index} is {short(call['id'])}; give a text")
+    arguments = inner.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"arguments of a tool call of message {index} are no JSON: {error}") from None
+    if not isinstance(arguments, Mapping):
+        kind = type(arguments).__name__
+        raise RequestError(f"arguments of a tool call of message {index} are of type {kind}; give an object")
+    function = {**inner, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
 class BoundError(RequestError):
     """A chat template takes more time or memory than it may."""
 
@@ -198,9 +130,11 @@ class ChatTemplate:
 
         ``controls`` are the control tokens' spellings. ``variables`` are extra switches that the template may read
         (``enable_thinking=False``). An assistant's content may hold its thinking span, which templates take apart: its
-        ends are control tokens as well. Raises RequestError when a message lacks role or content, when the template
+        ends are control tokens as well; arguments of its tool calls, which OpenAI writes as JSON text, become objects.
+        Raises RequestError when a message lacks role or content, for tool calls that are none, when the template
         refuses the messages, and when it takes too long or too much memory (BoundError).
         """
+        messages = [for_templates(message, index) for index, message in enumerate(messages)]
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
                 raise RequestError(f'message {index} is {short(message)}; give {{"role": "user", "content": "..."}}')
@@ -208,7 +142,7 @@ class ChatTemplate:
                 raise RequestError(
                     f"the role of message {index} is {short(message['role'])}; use letters, digits, _ and -"
                 )
-        given = {"messages": list(messages), **variables}
+        given = {"messages": messages, **variables}
         body = "{" + ",".join(f"{_json(name)}:{_json(value)}" for name, value in given.items()) + "}"
         marks = next((pair for pair in _MARKS if not any(rf"\u{ord(char):04x}" in body for char in pair)), None)
         if marks is None:

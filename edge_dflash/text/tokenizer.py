@@ -1,6 +1,6 @@
 """Text to token ids and back: the tokenizer, the chat template, and text that streams without broken characters.
 
-Read from the files of a Hugging Face checkpoint (:mod:`edge_dflash.text.template`).
+Read from the files of a Hugging Face checkpoint (:mod:`edge_dflash.text.files`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
@@ -16,21 +17,12 @@ from tokenizers import Tokenizer as HfTokenizer
 from edge_dflash.common.files import is_there
 from edge_dflash.common.panics import refused
 from edge_dflash.errors import BundleError, RequestError
-from edge_dflash.text.template import (
-    DEFAULT,
-    TOOL_USE,
-    BoundError,
-    ChatTemplate,
-    Message,
-    read,
-    read_object,
-    read_templates,
-    special_tokens,
-)
+from edge_dflash.text.files import DEFAULT, TOOL_USE, read, read_object, read_templates, special_tokens
+from edge_dflash.text.template import BoundError, ChatTemplate, Message
 
 MAX_TOKENIZER = 128 << 20  # bytes of tokenizer.json; the largest published ones have about 35 MB
 
-_REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are not (yet) a character
+REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are not (yet) a character
 _HARMLESS = (
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Tidy up."},
@@ -140,18 +132,25 @@ class Tokenizer:
         """
         return self._controls.encode(pieces)
 
-    def encode_chat(self, messages: Sequence[Message], **variables: object) -> tuple[int, ...]:
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> tuple[int, ...]:
         """Ids of :meth:`render_pieces`."""
         return self.encode_pieces(self.render_pieces(messages, **variables))
 
-    def render_pieces(self, messages: Sequence[Message], **variables: object) -> list[str]:
+    def render_pieces(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: object
+    ) -> list[str]:
         """A conversation up to where the answer begins: text, control token of the template, text, ..., text.
 
-        Raises RequestError without a chat template.
+        The template is given ``tools`` and ``variables`` (``enable_thinking``). Raises RequestError without a chat
+        template, for a tool without a name, and as :meth:`ChatTemplate.pieces` does.
         """
-        template = self.tool_template if variables.get("tools") else self.template
+        template = self.tool_template if tools else self.template
         if template is None:
             raise RequestError("this model has no chat template; give plain text or token ids instead of messages")
+        if tools:
+            variables |= {"tools": _named(tools)}
+            if "tools" not in template.names:
+                raise RequestError("the chat template of this model takes no tools; describe them in a message instead")
         return template.pieces(tuple(self._controls.ids), messages, **variables)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -164,7 +163,7 @@ class Tokenizer:
         if token_id not in self._bytes:
             spelled, text = self.token(token_id), self.decode([token_id])
             made = None if spelled is None else spelled.encode()
-            if spelled is not None and text and _REPLACEMENT not in text:
+            if spelled is not None and text and REPLACEMENT not in text:
                 made = text.encode()
             elif spelled is not None and all(char in _BYTE_OF for char in spelled):
                 made = bytes(_BYTE_OF[char] for char in spelled)
@@ -178,7 +177,7 @@ class Tokenizer:
         if self.tool_template is not self.template:
             self._try(where, tools=[_TOOL])
 
-    def _try(self, where: str, **variables: object) -> str | None:
+    def _try(self, where: str, **variables: Any) -> str | None:
         """Why the template refuses all of the harmless conversations; None when it takes one."""
         why = None
         for messages in (_HARMLESS, _HARMLESS[1:2]):
@@ -275,40 +274,15 @@ def _without_controls(tokenizer: HfTokenizer, words: Mapping[int, AddedToken]) -
     return plain, {there: here for there, here in moved if there is not None}
 
 
-class Detokenizer:
-    """Text of a stream of ids, piece by piece, holding back bytes that are not a whole character yet.
-
-    The pieces, with :meth:`finish` at the end, join to what the decoder gives for all ids at once.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._context: list[int] = []  # ids before the pending ones: decoders may treat the first id of a text apart
-        self._pending: list[int] = []  # ids whose text is not all out
-        self._sent = 0  # characters of the pending ids that are out
-
-    def add(self, ids: Sequence[int]) -> str:
-        """Take ids and return the text that is certain now."""
-        self._pending.extend(ids)
-        fresh = self._fresh()
-        certain = fresh.rstrip(_REPLACEMENT)  # more bytes may turn the end into a character
-        piece = certain[self._sent :]
-        if certain == fresh and fresh:
-            self._context, self._pending, self._sent = self._pending, [], 0
-        else:
-            self._sent = max(self._sent, len(certain))
-        return piece
-
-    def finish(self) -> str:
-        """Return what is left: a character that never became whole comes as U+FFFD."""
-        rest = self._fresh()[self._sent :]
-        self._context, self._pending, self._sent = [], [], 0
-        return rest
-
-    def _fresh(self) -> str:
-        """Text of the pending ids."""
-        before = len(self._decode(self._context)) if self._context else 0
-        return self._decode([*self._context, *self._pending])[before:]
+def _named(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tools as templates take them. Raises RequestError for one without a name."""
+    for index, tool in enumerate(tools):
+        inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+            raise RequestError(
+                f'tool {index} has no name; give {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}'
+            )
+    return [dict(tool) for tool in tools]
 
 
 def _panics(kind: Callable[[str], BundleError | RequestError], what: str) -> AbstractContextManager[None]:

@@ -22,7 +22,6 @@ from edge_dflash.decode.options import Options, PlanOptions, as_messages
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.runner.recording import mend
-from edge_dflash.text.chat import encode_conversation
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.training.data import TrainingData, TrainingTask
 
@@ -66,7 +65,7 @@ def prompt_ids(tokenizer: Tokenizer, task: TrainingTask) -> tuple[int, ...]:
     if messages is None or (isinstance(task.asked, str) and tokenizer.template is None):
         return tokenizer.encode_text(str(task.asked))
     options = Options.of(task.options)  # without the tools that tool_choice leaves out
-    return encode_conversation(tokenizer, messages, tools=options.tools, enable_thinking=options.thinking)
+    return tokenizer.encode_chat(messages, tools=options.tools, enable_thinking=options.thinking)
 
 
 def open_tokenizer(planner: Planner) -> Tokenizer:

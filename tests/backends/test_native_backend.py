@@ -21,8 +21,9 @@ from edge_dflash.backends.cuda.kernels.small import SlotWords
 from edge_dflash.backends.cuda.measured import REPEATS, force, profile
 from edge_dflash.backends.cuda.memory import ControlBlock, DevicePointer
 from edge_dflash.backends.cuda.slots import Slots
-from edge_dflash.decode.backend import Asked, Backend, Cycle, Precision, lane_steps, row_steps
+from edge_dflash.decode.backend import Asked, Backend, Cycle, Precision
 from edge_dflash.decode.sampling import Sampling
+from edge_dflash.decode.shape import lane_steps, row_steps
 from edge_dflash.errors import BackendError, RequestError
 
 CONTEXT, CHUNK, LANES = 128, 16, 4

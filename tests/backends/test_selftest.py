@@ -29,7 +29,8 @@ from edge_dflash.bundle.selftest import (
     load_selftest,
     parse_selftest,
 )
-from edge_dflash.decode.backend import PairShape, Precision
+from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.shape import PairShape
 from edge_dflash.errors import BackendError, BundleError, VerificationError
 from edge_dflash.planner import Planner
 from edge_dflash.weights.formats import Nvfp4Weight

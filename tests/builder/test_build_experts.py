@@ -20,7 +20,7 @@ from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.parts import Part, native_stacks, tensor_file, write_file
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.decode.backend import Precision
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import BackendError, RecipeError
 from edge_dflash.model import pair_programs

@@ -21,7 +21,7 @@ from edge_dflash.builder.write import build
 from edge_dflash.bundle.manifest import Trial, dump_manifest, parse_manifest
 from edge_dflash.bundle.reader import Bundle, read_manifest
 from edge_dflash.checks.doctor import BundleFacts, Facts, engines
-from edge_dflash.decode.backend import PairShape
+from edge_dflash.decode.shape import PairShape
 from edge_dflash.errors import BackendError, BuildError, BundleError, VerificationError
 
 __all__ = ["fake"]

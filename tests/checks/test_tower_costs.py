@@ -14,7 +14,7 @@ from edge_dflash.board.profiles import load_board
 from edge_dflash.checks.footprint import picture_patches, tower_costs, tower_operations
 from edge_dflash.checks.inspect import inspect_recipe
 from edge_dflash.cli.inspect import render
-from edge_dflash.decode.store import SEEN_BYTES
+from edge_dflash.decode.gaze import SEEN_BYTES
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_pair
 from edge_dflash.weights.recipe import default_recipe

@@ -12,7 +12,7 @@ from edge_dflash.bench.workload import Workload
 from edge_dflash.cli import output
 from edge_dflash.cli.bench import render
 from edge_dflash.cli.plans import logprob_table
-from edge_dflash.decode.sampling import TokenLogprob
+from edge_dflash.decode.logprobs import TokenLogprob
 
 
 @pytest.fixture(params=[80, 120])

@@ -8,7 +8,7 @@ from fakes import SHAPE, FakeBackend, FakeRows, Grammar, Stepped
 
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.controls import Controls
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import Choosing, choose_row, unpack
 from edge_dflash.decode.steering import AfterThinking

@@ -14,7 +14,7 @@ from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.cycle import host_cycle
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.model.ops import SelectorWalk
 from edge_dflash.model.program import PairPrograms

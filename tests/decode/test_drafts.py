@@ -11,7 +11,6 @@ from fakes import SHAPE, FakeBackend
 
 from edge_dflash.bench.workload import reached
 from edge_dflash.checks.lossless import ByTurns
-from edge_dflash.decode.backend import row_steps
 from edge_dflash.decode.controls import Controls, Pace
 from edge_dflash.decode.drafts import (
     DECAY,
@@ -28,8 +27,9 @@ from edge_dflash.decode.drafts import (
     measure,
     share_of,
 )
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
+from edge_dflash.decode.shape import row_steps
 from edge_dflash.errors import RequestError
 
 MOST = 15

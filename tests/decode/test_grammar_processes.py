@@ -35,16 +35,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_dflash.bench.random_pair import synthetic_tokenizer
-from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.controls import ENDLESS, Controls, Interrupted, Patience
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.grammar import compiled as module
 from edge_dflash.decode.grammar.compiled import Grammar, Grammars, Turns, hold
 from edge_dflash.decode.grammar.process import WALL_SECONDS, Link, OverBounds
 from edge_dflash.decode.grammar.schema import schema_json
 from edge_dflash.decode.grammar.walker import Source, Walker
 from edge_dflash.decode.grammar.worker import Bounds
-from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
+from edge_dflash.decode.shape import PairShape
 from edge_dflash.errors import RequestError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,8 @@ from session_support import answer, state_of
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.controls import Controls, Interrupted
 from edge_dflash.decode.cycle import host_cycle, host_cycles
-from edge_dflash.decode.loop import Step, decode, generate, turns
+from edge_dflash.decode.generation import decode, generate
+from edge_dflash.decode.loop import Step, turns
 from edge_dflash.decode.options import Options, admit
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.errors import BackendError, RequestError

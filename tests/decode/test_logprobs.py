@@ -17,9 +17,9 @@ from edge_dflash.checks.lossless import Adversary, drafters
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.loop import stream
+from edge_dflash.decode.generation import stream
+from edge_dflash.decode.logprobs import TokenLogprob, token_logprobs
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.sampling import TokenLogprob, token_logprobs
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
 from tests.decode.test_steering import Brittle

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from edge_dflash.decode.controls import Controls, CycleTime, Pace
 from edge_dflash.decode.drafts import DraftChoice
-from edge_dflash.decode.loop import collect, generate, stream
+from edge_dflash.decode.generation import collect, generate, stream
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import Sampling, choose_row
 

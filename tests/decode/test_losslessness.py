@@ -12,7 +12,7 @@ from verify_support import BACKENDS
 from edge_dflash.checks.lossless import Adversary, oracle_until, verify_lossless
 from edge_dflash.decode.backend import Cycle
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.loop import collect, generate, stream
+from edge_dflash.decode.generation import collect, generate, stream
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.pictured import Pictured
 from edge_dflash.decode.tree import branch, check_chain

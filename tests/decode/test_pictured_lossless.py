@@ -11,7 +11,7 @@ from pictures_support import ask, changed, filled, mixed, noise, picture, prompt
 
 from edge_dflash.checks.lossless import Adversary, oracle_until, staircase, verify_lossless
 from edge_dflash.decode.controls import Controls
-from edge_dflash.decode.loop import collect, generate
+from edge_dflash.decode.generation import collect, generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.session import SessionManager
 

@@ -17,12 +17,14 @@ from session_support import forked, state_of
 
 from edge_dflash.decode.controls import Controls, Pace
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.loop import collect, turns
+from edge_dflash.decode.gaze import SeenStore
+from edge_dflash.decode.generation import collect
+from edge_dflash.decode.loop import turns
 from edge_dflash.decode.options import Options, admit
 from edge_dflash.decode.pictured import Pictured, Placed
 from edge_dflash.decode.saved import SessionState
 from edge_dflash.decode.session import SessionManager
-from edge_dflash.decode.store import PrefixStore, Reuse, SeenStore
+from edge_dflash.decode.store import PrefixStore, Reuse
 from edge_dflash.errors import BackendError, RequestError
 
 FRAME, OTHER = picture(0), picture(2)

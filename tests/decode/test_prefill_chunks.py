@@ -12,7 +12,7 @@ from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 from session_support import answer, forked, state_of
 
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.loop import generate, stream
+from edge_dflash.decode.generation import generate, stream
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore

@@ -16,7 +16,7 @@ from session_support import answer, state_of
 
 from edge_dflash.decode import saved
 from edge_dflash.decode.backend import Precision, Snapshot
-from edge_dflash.decode.loop import collect
+from edge_dflash.decode.generation import collect
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.pictured import Pictured, Placed
 from edge_dflash.decode.saved import SessionState, load_session, save_session

@@ -10,7 +10,7 @@ from verify_support import exact
 
 from edge_dflash.checks.lossless import Adversary, noise, oracle_until, staircase
 from edge_dflash.decode.controls import Controls
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 
 WORDS = open_tokenizer()

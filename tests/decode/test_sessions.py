@@ -18,7 +18,7 @@ from session_support import answer, forked, state_of, warm
 from edge_dflash.bundle.manifest import fingerprint
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.saved import SessionState
 from edge_dflash.decode.session import SessionManager

@@ -9,7 +9,7 @@ import pytest
 from fakes import SHAPE, FakeBackend, Grammar, Stepped
 
 from edge_dflash.decode.controls import Controls, Interrupted
-from edge_dflash.decode.loop import generate, stream
+from edge_dflash.decode.generation import generate, stream
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 

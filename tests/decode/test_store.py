@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from pictures_support import noise
 
 from edge_dflash.decode.backend import Snapshot
+from edge_dflash.decode.gaze import SeenStats, SeenStore
 from edge_dflash.decode.pictured import Placed
-from edge_dflash.decode.store import PrefixStore, SeenStats, SeenStore
+from edge_dflash.decode.store import PrefixStore
 
 TOKEN = 8  # bytes of a token in a key
 

@@ -18,9 +18,10 @@ from statistics import median
 from edge_dflash.backends.cuda.measured import force
 from edge_dflash.bench.subjects import CUBINS, probe_device, synthetic_subject
 from edge_dflash.bench.workload import Workload
-from edge_dflash.decode.backend import Asked, row_steps
+from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.drafts import measure
 from edge_dflash.decode.sampling import Sampling
+from edge_dflash.decode.shape import row_steps
 from edge_dflash.planner import Planner
 
 PAIRS = ("qwen3.6-27b:nvfp4", "qwen3.5-4b:nvfp4")

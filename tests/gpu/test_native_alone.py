@@ -10,7 +10,7 @@ from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.decode.backend import Asked
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.model import pair_programs
 

@@ -16,7 +16,7 @@ from edge_dflash.checks.lossless import Adversary, ByTurns, drafters, oracle_unt
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.loop import generate, stream
+from edge_dflash.decode.generation import generate, stream
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import Sampling, choose
 from edge_dflash.errors import BackendError

@@ -18,7 +18,7 @@ from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.checks.lossless import Adversary, ByTurns, drafters, oracle_until
 from edge_dflash.decode.backend import Asked, Precision
 from edge_dflash.decode.controls import Controls
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.sampling import Sampling, pack
 from edge_dflash.decode.walk import WalkRows
 from edge_dflash.model import pair_programs

@@ -21,11 +21,12 @@ from edge_dflash.checks.lossless import Adversary, noise, oracle_until, staircas
 from edge_dflash.checks.mixes import Watching
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.loop import collect, generate
+from edge_dflash.decode.gaze import SeenStore
+from edge_dflash.decode.generation import collect, generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.pictured import Pictured
 from edge_dflash.decode.session import SessionManager
-from edge_dflash.decode.store import PrefixStore, SeenStore
+from edge_dflash.decode.store import PrefixStore
 from edge_dflash.demo.checking import plan_schema
 from edge_dflash.demo.tasks import EYES, HELDOUT, PICTURED, check_plan, messages, picture, task_from_json
 from edge_dflash.pictures.picture import picture_of

@@ -15,7 +15,7 @@ from edge_dflash.backends.cuda.kernels import linear
 from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights
 from edge_dflash.backends.cuda.kernels.splits import ClusterSplits, choose_splits
 from edge_dflash.checks.lossless import Adversary, oracle_until
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.weights.layout import repack
 

@@ -16,7 +16,7 @@ from test_native_drafters import PAIRS, native
 
 from edge_dflash.checks.lossless import Adversary, ByTurns, noise, oracle_until, staircase
 from edge_dflash.decode.controls import Controls
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 
 pytestmark = pytest.mark.gpu
 WORDS = open_tokenizer()

@@ -10,7 +10,7 @@ from store_weights import StoreWeights
 
 from edge_dflash.checks.lossless import verify_lossless
 from edge_dflash.decode.backend import Asked
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ import pytest
 from golden_pairs import ENGINE, backend, golden
 
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import BackendError, QueueFullError, RequestError
 from edge_dflash.planner import Planner

@@ -7,9 +7,9 @@ from golden_pairs import ENGINE, backend
 from pictures_support import mixed, picture
 
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.gaze import SeenStore
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.store import SeenStore
 from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.runner.request import Preparer, Prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from fakes import FakeBackend
@@ -14,7 +15,6 @@ from edge_dflash import session as session_module
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.runner import form as form_module
-from edge_dflash.runner import request as request_module
 from edge_dflash.text.tokenizer import Tokenizer
 
 PATIENT = 60
@@ -35,6 +35,9 @@ class Slow:
         self.calls = 0
         monkeypatch.setattr(module, name, self)
 
+    def __get__(self, instance, owner):
+        return self if instance is None else partial(self, instance)
+
     def __call__(self, *args, **more):
         self.calls += 1
         self.reached.set()
@@ -42,7 +45,7 @@ class Slow:
         return self.inner(*args, **more)
 
 
-PLACES = [(request_module, "render_conversation"), (form_module, "compile_form")]
+PLACES = [(Tokenizer, "render_pieces"), (form_module, "compile_form")]
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from paths import GOLDEN
 from calib.demo.evaluate import heldout_tasks
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.backend import Precision
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.demo.tasks import MODELS
 from edge_dflash.model import pair_programs

@@ -13,8 +13,9 @@ from edge_dflash.bench import run as bench
 from edge_dflash.bench.run import Device, Subject
 from edge_dflash.checks.footprint import Traffic
 from edge_dflash.decode import drafts, loop
-from edge_dflash.decode.backend import Cycle, PairShape
+from edge_dflash.decode.backend import Cycle
 from edge_dflash.decode.cycle import host_cycle
+from edge_dflash.decode.shape import PairShape
 from edge_dflash.planner import Planner
 from edge_dflash.runner import job, planning
 from edge_dflash.runner.job import Observer

@@ -10,10 +10,11 @@ from copy import copy
 
 import numpy as np
 
-from edge_dflash.decode.backend import PairShape, Snapshot
+from edge_dflash.decode.backend import Snapshot
 from edge_dflash.decode.cycle import host_cycle, host_cycles
 from edge_dflash.decode.grammar.walker import masks, walk
 from edge_dflash.decode.sampling import pack
+from edge_dflash.decode.shape import PairShape
 from edge_dflash.decode.tree import branch, check_commit
 from edge_dflash.errors import RequestError
 

@@ -13,7 +13,8 @@ from session_support import state_of
 from edge_dflash.checks.lossless import GivenDrafts
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.loop import decode, given, turns
+from edge_dflash.decode.generation import decode
+from edge_dflash.decode.loop import given, turns
 from edge_dflash.decode.options import Options, admit
 from edge_dflash.decode.pictured import Pictured
 from edge_dflash.decode.session import SessionManager

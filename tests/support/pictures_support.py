@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Words
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.controls import NO_CONTROLS
-from edge_dflash.decode.loop import decode
+from edge_dflash.decode.generation import decode
 from edge_dflash.decode.options import admit
 from edge_dflash.decode.pictured import Pictured, Placed
 from edge_dflash.model import pair_programs

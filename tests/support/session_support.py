@@ -1,7 +1,7 @@
 """Sessions without a worker: requests answered in them, their states, prefixes that are kept before anybody asks."""
 
 from edge_dflash.decode.controls import NO_CONTROLS
-from edge_dflash.decode.loop import decode
+from edge_dflash.decode.generation import decode
 from edge_dflash.decode.options import Options, admit
 from edge_dflash.decode.session import to_end
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_dflash.errors import RequestError
-from edge_dflash.text.chat import Answer, AnswerStream, Markers, encode_conversation, thinking_is_open
+from edge_dflash.text.chat import Answer, AnswerStream, Markers, thinking_is_open
 from edge_dflash.text.template import ChatTemplate
 from edge_dflash.text.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ END_ID = tokenizer().control_id(END)
 
 
 def prompt(*, thinking=False, messages=ASK, **options):
-    return encode_conversation(tokenizer(), messages, enable_thinking=thinking, **options)
+    return tokenizer().encode_chat(messages, enable_thinking=thinking, **options)
 
 
 def split(text, *, thinking=False, **options):
@@ -249,9 +249,9 @@ def test_tools_reach_the_template():
 
 def test_a_template_that_takes_no_tools_refuses_them():
     plain = Tokenizer(tokenizer()._tokenizer, ChatTemplate("{{ messages[0].content }}", {}, "test"), None)
-    assert encode_conversation(plain, ASK) == tokenizer().encode("tidy up")
+    assert plain.encode_chat(ASK) == tokenizer().encode("tidy up")
     with pytest.raises(RequestError, match="takes no tools"):
-        encode_conversation(plain, ASK, tools=[MOVE])
+        plain.encode_chat(ASK, tools=[MOVE])
 
 
 @pytest.mark.parametrize("tool", [{}, {"type": "function"}, {"function": {"name": 3}}, "move"])

@@ -82,10 +82,10 @@ def opened(tmp_path, config=(), files=()):
 
 
 def both(tokenizer):
-    return "".join(tokenizer.render_pieces(ASK)), "".join(tokenizer.render_pieces(ASK, tools=[TOOL]))
+    return tokenizer.template.render(ASK), tokenizer.tool_template.render(ASK)
 
 
-LIST = {"chat_template": [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T{{ tools }}"[:1]}]}
+LIST = {"chat_template": [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]}
 NAMED = {"additional_chat_templates/tool_use.jinja": "A", "additional_chat_templates/rag.jinja": "{{"}
 OLDER = {"chat_template.json": json.dumps({"chat_template": "P"})}
 
@@ -112,7 +112,7 @@ def test_which_template_is_taken(tmp_path, config, files, wanted):
 
 def test_only_a_template_for_tools(tmp_path):
     tokenizer = opened(tmp_path, {}, {"additional_chat_templates/tool_use.jinja": "A"})
-    assert "".join(tokenizer.render_pieces(ASK, tools=[TOOL])) == "A"
+    assert tokenizer.tool_template.render(ASK) == "A"
     with pytest.raises(RequestError, match="no chat template"):
         tokenizer.render_pieces(ASK)
 

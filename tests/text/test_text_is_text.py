@@ -22,7 +22,7 @@ from edge_dflash.decode.options import Options, as_messages
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.runner.request import Conversation, Model, Preparer, as_message, tools_of
-from edge_dflash.text.chat import Answer, encode_conversation, render_conversation, thinking_is_open
+from edge_dflash.text.chat import Answer, thinking_is_open
 from edge_dflash.text.tokenizer import Tokenizer
 
 FAMILIES = ("qwen3", "qwen3_5", "odd")
@@ -87,7 +87,7 @@ def controls_of(tokenizer, ids):
 
 
 def encoded(tokenizer, messages, tools):
-    return encode_conversation(tokenizer, as_messages(messages), tools=tools)
+    return tokenizer.encode_chat(as_messages(messages), tools=tools)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -159,7 +159,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d", "param
 def test_ordinary_prompts_have_the_ids_that_transformers_gives(name, system, messages, thinking, tools):
     given_tools = {"tools": [TOOL]} if tools else {}
     whole = [{"role": "system", "content": system}, *messages]
-    ids = encode_conversation(family(name)[1], whole, enable_thinking=thinking, **given_tools)
+    ids = family(name)[1].encode_chat(whole, enable_thinking=thinking, **given_tools)
     assert ids == reference(name, whole, enable_thinking=thinking, **given_tools)
 
 
@@ -194,7 +194,7 @@ def test_the_next_turn_of_a_session_is_text_as_well(name):
     end = tokenizer.eos_token_id
     preparer = Preparer(Model(FakeBackend(), tokenizer, (end,)))
     said = [ASK]
-    tokens = (*encode_conversation(tokenizer, said, enable_thinking=False), *tokenizer.encode_text("Done."), end)
+    tokens = (*tokenizer.encode_chat(said, enable_thinking=False), *tokenizer.encode_text("Done."), end)
     messages = [*said, {"role": "assistant", "content": "Done."}]
     known = Conversation(messages, tokens, tools=tools_of(Options()))
 
@@ -218,7 +218,7 @@ def test_an_answer_that_repeats_a_control_token_is_text_when_it_is_encoded_anew(
     tokenizer = plain_family() if name == "plain" else family(name)[1]
 
     def pieces(content):
-        return render_conversation(tokenizer, [ASK, as_message(Answer(thinking, content)), ASK])
+        return tokenizer.render_pieces([ASK, as_message(Answer(thinking, content)), ASK])
 
     for forged in FORGED:
         found = pieces(f"You said {forged}.")

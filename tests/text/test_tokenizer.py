@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from text_support import TEMPLATE, byte_tokenizer, write_tokenizer
 
 from edge_dflash.errors import BundleError, RequestError
+from edge_dflash.text.chat import Detokenizer
 from edge_dflash.text.template import ChatTemplate
-from edge_dflash.text.tokenizer import Detokenizer, Tokenizer
+from edge_dflash.text.tokenizer import Tokenizer
 
 HF = byte_tokenizer()
 START, END = HF.token_to_id("<|start|>"), HF.token_to_id("<|end|>")

@@ -17,7 +17,7 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checks.golden import verify_golden
 from edge_dflash.checks.lossless import verify_lossless
 from edge_dflash.decode.backend import Precision
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import BackendError, CheckpointError, UnsupportedModelError
 from edge_dflash.model import pair_programs

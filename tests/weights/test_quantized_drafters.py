@@ -16,7 +16,7 @@ from edge_dflash.bundle.selftest import load_selftest
 from edge_dflash.common.files import directory
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.demo.tasks import HELDOUT, MODELS, task_from_json
 from edge_dflash.errors import CheckpointError

@@ -23,19 +23,10 @@ from edge_dflash.backends.cuda.states import Lane, Sizes, copy_states, read_stat
 from edge_dflash.backends.cuda.tower import Eyes
 from edge_dflash.backends.cuda.warming import warm_up
 from edge_dflash.backends.cuda.weights import NativeWeights
-from edge_dflash.decode.backend import (
-    Asked,
-    Cycle,
-    Outcome,
-    PairShape,
-    Precision,
-    Snapshot,
-    check_lane,
-    lane_steps,
-    no_drafter,
-)
+from edge_dflash.decode.backend import Asked, Cycle, Outcome, Precision, Snapshot, no_drafter
 from edge_dflash.decode.cycle import host_cycle, outcome_of
 from edge_dflash.decode.pictured import Picture, Seen, Sight
+from edge_dflash.decode.shape import PairShape, check_lane, lane_steps
 from edge_dflash.decode.tree import Parents, check_chain, check_commit
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs

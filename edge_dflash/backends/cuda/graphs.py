@@ -18,7 +18,7 @@ from edge_dflash.backends.cuda.kernels.small import COUNTED_WORDS, RESULT_WORDS,
 from edge_dflash.backends.cuda.loading import Loaded
 from edge_dflash.backends.cuda.memory import NULL, Array, DevicePointer, Words
 from edge_dflash.backends.cuda.steps import PassStep
-from edge_dflash.decode.backend import row_steps
+from edge_dflash.decode.shape import row_steps
 
 
 class HostBuffers:
@@ -54,7 +54,7 @@ class HostBuffers:
 
 
 def joint_steps(most: int) -> tuple[int, ...]:
-    """Rows of a verify of several slots that have graphs, as :func:`~edge_dflash.decode.backend.row_steps`: fewer."""
+    """Rows of a verify of several slots that have graphs, as :func:`~edge_dflash.decode.shape.row_steps`: fewer."""
     return (*(rows for rows in (1, 4, 8, 16) if rows < most), most)
 
 

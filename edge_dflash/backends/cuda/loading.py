@@ -24,7 +24,8 @@ from edge_dflash.backends.cuda.states import Sizes, States
 from edge_dflash.backends.cuda.steps import Convolve, Head, PassStep, Project
 from edge_dflash.backends.cuda.tower import Tower, TowerLayout
 from edge_dflash.backends.cuda.weights import NativeWeights
-from edge_dflash.decode.backend import Precision, lane_steps
+from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.shape import lane_steps
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Embed
 from edge_dflash.model.program import PairPrograms, Program

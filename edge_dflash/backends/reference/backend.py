@@ -12,20 +12,10 @@ import torch
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.backends.reference.tower import TorchTower
-from edge_dflash.decode.backend import (
-    Asked,
-    Cycle,
-    Outcome,
-    PairShape,
-    Precision,
-    Rows,
-    Snapshot,
-    check_lane,
-    no_drafter,
-    no_tower,
-)
+from edge_dflash.decode.backend import Asked, Cycle, Outcome, Precision, Rows, Snapshot, no_drafter, no_tower
 from edge_dflash.decode.cycle import host_cycle, host_cycles
 from edge_dflash.decode.pictured import Picture, Seen, Sight
+from edge_dflash.decode.shape import PairShape, check_lane
 from edge_dflash.decode.tree import Parents, branch, check_commit, check_parents
 from edge_dflash.decode.walk import WalkRows
 from edge_dflash.errors import BackendError
