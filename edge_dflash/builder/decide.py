@@ -12,7 +12,7 @@ import os
 import platform
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,14 +22,15 @@ from edge_dflash.board.archs import ARCHS_OF, BACKENDS, Arch, ordered
 from edge_dflash.board.profiles import largest_board, named_arch
 from edge_dflash.builder.card import DrafterCard, read_card
 from edge_dflash.builder.engines import decide_engines, expanded_weights
-from edge_dflash.builder.journal import check_free
+from edge_dflash.builder.journal import check_free, check_space
 from edge_dflash.builder.scales import ScaleDecisions, decide_scales
-from edge_dflash.bundle.manifest import EngineFiles, FileEntry, SourceFile
-from edge_dflash.bundle.parts import Part, building_path, bundle_parts, stack_bytes
+from edge_dflash.bundle.manifest import EngineFiles, FileEntry, Manifest, SourceFile
+from edge_dflash.bundle.parts import Part, bundle_parts, stack_bytes
 from edge_dflash.checks.footprint import read_bytes
 from edge_dflash.checks.inspect import default_chunk, prefill_ms
 from edge_dflash.common.files import check_place, is_there, open_regular
 from edge_dflash.common.tables import encode
+from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.shape import MOST_LANES
 from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError, RequestError
 from edge_dflash.model import pair_programs
@@ -45,6 +46,7 @@ from edge_dflash.weights.formats import FORMATS, TIED, Nvfp4Weight, WeightFormat
 from edge_dflash.weights.recipe import Recipe, default_recipe, load_recipe
 
 BOTH = ("native", "tensorrt")
+CREATED_BY = f"edge-dflash {__version__}"
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def decide_native(
             "set activations: bf16, the weights may stay nvfp4"
         )
     programs = pair_programs(pair)
-    check_native(pair, formats, arch=arch, kv="fp8" if recipe.kv == "fp8" else "bfloat16")
+    check_native(pair, formats, arch=arch, kv=recipe.kv_format)
     linears = [store.get(name) for name, spec in programs.weights.items() if spec.kind == "linear"]
     count = sum(isinstance(weight, Nvfp4Weight) and weight.input_scale is not None for weight in linears)
     dropped = (
@@ -142,12 +144,6 @@ def decide_native(
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
 _IMAGE_FILES = (FLAT_FILE, FILE)
 _HEAD = 1 << 20  # bytes of a file that its fingerprint covers, besides its size: configs whole, shards their header
-
-
-def read_checkpoints(target: Path, drafter: Path | None, *, text_only: bool) -> PairSpec:
-    """Specs of the pair; ``text_only``: without the target's vision tower. Raises CheckpointError."""
-    pair = checkpoint_pair(target, drafter)
-    return pair.text_only if text_only else pair
 
 
 def unread_tower(target: Path, pair: PairSpec, store: PairCheckpoint, text_only: bool) -> tuple[str, ...]:
@@ -283,35 +279,33 @@ class Decisions:
     config: BuildConfig
     choice: Choice
     recipe: Recipe
-    pair: PairSpec
+    manifest: Manifest  # as the bundle's will be, but for its files and the scales that are measured
     programs: PairPrograms
     store: PairCheckpoint
-    formats: Mapping[str, WeightFormat]
     parts: Mapping[str, Part]  # weight file -> what lies in it
-    size: int  # bytes of all weights in the bundle, about
-    max_context: int  # tokens
-    prefill_chunk: int  # rows
-    lanes: int
+    size: int  # bytes of the weights to be written, about
     scales: ScaleDecisions
     tokenizer_files: tuple[Path, ...]  # empty without tokenizer.json
-    sources: tuple[SourceFile, ...]
-    tools: Mapping[str, str]
-    engines: EngineFiles | None  # of the tensorrt backend
     fingerprint: Mapping[str, str]
     warnings: tuple[str, ...]
     card: DrafterCard | None  # of a drafter that has a card.json
-    linked: Mapping[str, tuple[Path, FileEntry]] = field(default_factory=dict)  # files that are another bundle's
+    linked: Mapping[str, tuple[Path, FileEntry]]  # files that are another bundle's
+
+    @property
+    def pair(self) -> PairSpec:
+        """Target and drafter."""
+        return self.manifest.pair
 
     @property
     def lines(self) -> tuple[str, ...]:
         """What was chosen, for people."""
-        rows, arch = self.prefill_chunk, self.choice.arch
-        read = read_bytes(self.programs, self.formats)
+        rows, arch = self.manifest.prefill_chunk, self.choice.arch
+        read = read_bytes(self.programs, self.manifest.weights)
         ms = prefill_ms(self.programs, read, rows, arch, largest_board(arch.sm))
         return (
             self.choice.line if self.pair.drafter else f"{self.choice.line}; no drafter: plain decoding",
             f"building with recipe {self.recipe.name}: {self.recipe.description}",
-            f"building for {self.max_context} tokens of context, prefill by {rows}: about {ms:.3g} ms a pass",
+            f"building for {self.manifest.max_context} tokens of context, prefill by {rows}: about {ms:.3g} ms a pass",
         )
 
 
@@ -323,7 +317,8 @@ def decide(config: BuildConfig) -> Decisions:
     recipe = load_recipe(config.recipe) if config.recipe is not None else default_recipe()
     choice = choose(config.arch, config.backend, recipe)
     check_output(config)
-    pair = recipe.masked(read_checkpoints(config.target, config.drafter, text_only=config.text_only))
+    pair = checkpoint_pair(config.target, config.drafter)
+    pair = recipe.masked(pair.text_only if config.text_only else pair)
     programs = pair_programs(pair)
     default = default_chunk(choice.arch, programs, choice.arch.most_rows, plans="tensorrt" in choice.backends)
     max_context, chunk = _sizes(config, recipe, pair, default)
@@ -331,58 +326,81 @@ def decide(config: BuildConfig) -> Decisions:
     tokenizer, warnings = read_tokenizer(config.target, pair)
     store = PairCheckpoint.open(config.target, config.drafter, programs.weights)
     choice, formats, engines, more = _backends(choice, recipe, pair, store, chunk)
-    scales, unmeasured = decide_scales(recipe, pair, programs, store, formats, tokenizer, allowed=config.calibrate)
-    store.release()
-    parts = bundle_parts(programs, formats, stacked="native" in choice.backends)
-    size = sum(FORMATS[formats[n]].nbytes(programs.weights[n].shape) for part in parts.values() for n in part.names)
-    size += sum(stack_bytes(stack) for part in parts.values() for stack in part.stacks)
-    here = size if engines is not None and not engines.deferred else 0
-    check_space(config.output, size + here + (_KERNELS if choice.arch.sm else 0))
-    tools = _tools(choice.active) | ({engines.flavour: engines.version} if engines and engines.version else {})
     sources, stamps = fingerprints(config.target, config.drafter, sees=pair.target.vision is not None)
-    fingerprint = {
-        **stamps,
-        "config": json.dumps([choice.arch.name, choice.backends, max_context, chunk, lanes]),
-        **choices(recipe, scales, tools),
-    }
-    return Decisions(
-        config=config,
-        choice=choice,
-        recipe=recipe,
+    manifest = Manifest(
+        created_by=CREATED_BY,
+        arch=choice.arch.name,
+        backend=choice.active,
+        standby=choice.backends[1:],
         pair=pair,
-        programs=programs,
-        store=store,
-        formats=formats,
-        parts=parts,
-        size=size,
+        precision=Precision(activations="bfloat16", kv=recipe.kv_format),
+        recipe=recipe.name,
         max_context=max_context,
         prefill_chunk=chunk,
         lanes=lanes,
-        scales=scales,
-        tokenizer_files=copied_files(config.target) if tokenizer is not None else (),
+        kv_scales={},
+        tokenizer=tokenizer is not None,
+        tools=_tools(choice.active) | ({engines.flavour: engines.version} if engines and engines.version else {}),
         sources=sources,
-        tools=tools,
-        engines=engines,
-        fingerprint=fingerprint,
-        warnings=(*warnings, *unread_tower(config.target, pair, store, config.text_only), *more, *unmeasured),
-        card=read_card(config.drafter) if config.drafter is not None else None,
+        weights=formats,
+        files={},
+        plans=engines,
     )
+    inputs = {**stamps, "config": json.dumps([choice.arch.name, choice.backends, max_context, chunk, lanes])}
+    warnings = (*warnings, *unread_tower(config.target, pair, store, config.text_only), *more)
+    files = copied_files(config.target) if tokenizer is not None else ()
+    return settle(config, choice, recipe, manifest, store, tokenizer, files, inputs, warnings)
 
 
-def choices(recipe: Recipe, scales: ScaleDecisions, tools: Mapping[str, str]) -> dict[str, str]:
-    """What a build that is gone on with must have in common with the one before, besides its inputs."""
-    return {
+def settle(
+    config: BuildConfig,
+    choice: Choice,
+    recipe: Recipe,
+    manifest: Manifest,
+    store: PairCheckpoint,
+    tokenizer: Tokenizer | None,
+    tokenizer_files: tuple[Path, ...],
+    inputs: Mapping[str, str],
+    warnings: tuple[str, ...],
+    linked: Mapping[str, tuple[Path, FileEntry]] | None = None,
+) -> Decisions:
+    """What follows from the manifest of a build: scales, files, their space, and its fingerprint.
+
+    ``inputs``: what a build that is gone on with must have in common with the one before, besides recipe, scales and
+    tools. Raises BuildError.
+    """
+    linked, formats, programs = linked or {}, manifest.weights, pair_programs(manifest.pair)
+    allowed = config.calibrate
+    scales, unmeasured = decide_scales(recipe, manifest.pair, programs, store, formats, tokenizer, allowed=allowed)
+    store.release()
+    parts = bundle_parts(programs, formats, stacked=manifest.stacked)
+    written = [part for path, part in parts.items() if path not in linked]
+    size = sum(FORMATS[formats[n]].nbytes(programs.weights[n].shape) for part in written for n in part.names)
+    size += sum(stack_bytes(stack) for part in written for stack in part.stacks)
+    plans = size if manifest.plans is not None and not manifest.plans.deferred else 0
+    check_space(config.output, size + plans + _SLACK + (_KERNELS if choice.arch.sm and not linked else 0))
+    fingerprint = {
+        **inputs,
         "recipe": json.dumps(encode(recipe), sort_keys=True),
         "scales": hashlib.sha256(json.dumps(encode(scales)).encode()).hexdigest(),
-        "tools": json.dumps(tools, sort_keys=True),
+        "tools": json.dumps(manifest.tools, sort_keys=True),
     }
+    return Decisions(
+        *(config, choice, recipe, manifest, programs, store, parts, size, scales, tokenizer_files, fingerprint),
+        warnings=(*warnings, *unmeasured),
+        card=read_card(config.drafter) if config.drafter is not None else None,
+        linked=linked,
+    )
 
 
 def _backends(
     choice: Choice, recipe: Recipe, pair: PairSpec, store: PairCheckpoint, chunk: int
 ) -> tuple[Choice, dict[str, WeightFormat], EngineFiles | None, tuple[str, ...]]:
     """Backends that take the pair, the format of every weight, the engines, and warnings."""
-    formats, engines = _formats(recipe, pair, store), None
+    weights, engines = pair_programs(pair).weights, None
+    formats = recipe.formats(weights, {name: store.stored.get(name) for name in weights})
+    if pair.target.tied and not FORMATS[formats["target.lm_head"]].quantized:
+        formats["target.lm_head"] = TIED  # a wide head is not stored twice
     warnings: tuple[str, ...] = ()
     if "native" in choice.backends:
         formats, warnings = decide_native(choice.arch.name, recipe, pair, store.stored, formats)
@@ -429,31 +447,8 @@ def _sizes(config: BuildConfig, recipe: Recipe, pair: PairSpec, chunk: int) -> t
     return context, config.prefill_chunk
 
 
-def _formats(recipe: Recipe, pair: PairSpec, store: PairCheckpoint) -> dict[str, WeightFormat]:
-    """The format of every weight in the bundle; a wide lm_head of a tied target is not stored twice."""
-    weights = pair_programs(pair).weights
-    formats = dict(recipe.formats(weights, {name: store.stored.get(name) for name in weights}))
-    if pair.target.tied and not FORMATS[formats["target.lm_head"]].quantized:
-        formats["target.lm_head"] = TIED
-    return formats
-
-
 def _tools(backend: str) -> dict[str, str]:
     """Versions of what takes part in a build."""
     tools = {"edge-dflash": __version__, "python": platform.python_version()}
     tools |= {name: version(name) for name in ("numpy", "torch")}
     return {**tools, "kernels": kernels_digest(), "nvrtc": compiler_version()} if backend != "reference" else tools
-
-
-def check_space(output: Path, size: int) -> None:
-    """Compare the bundle's size with the free space of the disk it goes to, less what an earlier run left there."""
-    staging = building_path(output) / "bundle"
-    done = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file()) if staging.is_dir() else 0
-    place = next(parent for parent in output.absolute().parents if parent.exists())
-    state = os.statvfs(place)
-    free, needed = state.f_bavail * state.f_frsize, max(0, size + _SLACK - done)
-    if free < needed:
-        raise BuildError(
-            f"the bundle needs {needed / 1e6:,.1f} MB more in {place}, which has {free / 1e6:,.1f} MB free; "
-            "free some space or choose another --output"
-        )

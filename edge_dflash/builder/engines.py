@@ -54,7 +54,7 @@ def decide_engines(
     from edge_dflash.backends.tensorrt.backend import check_engines
 
     flavour = flavour_of(arch)
-    check_engines(pair, formats, arch, "fp8" if recipe.kv == "fp8" else "bfloat16")
+    check_engines(pair, formats, arch, recipe.kv_format)
     names = tuple(sorted(bundle_engines(pair, chunk)))
     found = _builder_version(arch, flavour)
     engines = EngineFiles(

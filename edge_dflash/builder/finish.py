@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
@@ -30,7 +29,7 @@ from edge_dflash.backends.cuda.compile import kernels_digest
 from edge_dflash.backends.cuda.support import device_facts
 from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from edge_dflash.builder.engines import build_engines, bundle_engines, check_device, checked_version
-from edge_dflash.builder.journal import WorkDir, recover, sync_path
+from edge_dflash.builder.journal import WorkDir, check_space, recover, sync_path
 from edge_dflash.bundle.manifest import MANIFEST, EngineFiles, Manifest, Trial, dump_manifest
 from edge_dflash.bundle.parts import write_file
 from edge_dflash.bundle.reader import Bundle, read_manifest
@@ -120,41 +119,25 @@ def _shifted(progress: Cycles, before: int, total: int) -> Callable[[int], None]
     return lambda done: progress(before + done, total)
 
 
-@dataclass(frozen=True)
 class BuildResult:
-    """A finished build."""
+    """A finished build: its bundle, and what the manifest says of it."""
 
-    bundle: Path
-    bytes: int  # of all files
-    seconds: float
-    plans: tuple[str, ...]  # TensorRT engine files that are there
-    deferred: tuple[str, ...]  # engine files that the device has to build: edge-dflash build --finish
-    warnings: tuple[str, ...]
-    backends: tuple[str, ...]  # aboard
-    active: str  # the one that runs it
-    recipe: str
-    trial: Trial | None = None  # of two backends, by build --finish
-    nothing: str = ""  # why there was nothing to do
-
-    @classmethod
-    def of(
-        cls, manifest: Manifest, path: Path, size: int, began: float, warnings: tuple[str, ...] = (), nothing: str = ""
-    ) -> BuildResult:
-        """What a bundle of ``size`` bytes holds, that was ``began`` by the monotonic clock."""
+    def __init__(
+        self, bundle: Path, manifest: Manifest, began: float, warnings: tuple[str, ...] = (), nothing: str = ""
+    ) -> None:
+        """``began``: by the monotonic clock; ``nothing``: why there was nothing to do."""
+        self.bundle = bundle
+        self.bytes = manifest.size + (bundle / MANIFEST).stat().st_size  # of all files
+        self.seconds = time.monotonic() - began
         engines, deferred = (manifest.plans.names, manifest.plans.deferred) if manifest.plans else ((), ())
-        return cls(
-            path,
-            size,
-            time.monotonic() - began,
-            () if deferred else engines,
-            deferred,
-            warnings,
-            manifest.backends,
-            manifest.backend,
-            manifest.recipe,
-            manifest.trial,
-            nothing,
-        )
+        self.plans = () if deferred else engines  # TensorRT engine files that are there
+        self.deferred = deferred  # engine files that the device has to build: edge-dflash build --finish
+        self.warnings = warnings
+        self.backends = manifest.backends  # aboard
+        self.active = manifest.backend  # the one that runs it
+        self.recipe = manifest.recipe
+        self.trial = manifest.trial  # of two backends, by build --finish
+        self.nothing = nothing
 
 
 def finish_command(path: Path) -> str:
@@ -169,16 +152,13 @@ def finish(path: Path, progress: Progress = unheard) -> BuildResult:
     ``PATH.building`` and the bundle stays as it was.
     """
     began = time.monotonic()
-
-    def result(manifest: Manifest, warnings: tuple[str, ...] = (), nothing: str = "") -> BuildResult:
-        size = manifest.size + (path / MANIFEST).stat().st_size
-        return BuildResult.of(manifest, path, size, began, warnings, nothing)
-
     recover(path.resolve())
     manifest = read_manifest(path)
     engines = manifest.plans
     if engines is None:
-        return result(manifest, nothing=f"{manifest.backend} runs it, and there are no plans to build")
+        return BuildResult(
+            path, manifest, began, nothing=f"{manifest.backend} runs it, and there are no plans to build"
+        )
     flavour = TENSORRT_RTX if engines.flavour == TENSORRT_RTX.module else TENSORRT
     tried = not manifest.standby or (manifest.trial is not None and not manifest.trial.failed)
     if flavour is TENSORRT or not tried:
@@ -186,7 +166,7 @@ def finish(path: Path, progress: Progress = unheard) -> BuildResult:
         check_device(manifest.arch, str(path), what)
     version = checked_version(flavour)
     if engines.version == version and tried:
-        return result(manifest, nothing=f"its plans are those of {flavour.product} {version}")
+        return BuildResult(path, manifest, began, nothing=f"its plans are those of {flavour.product} {version}")
     if (found := manifest.tools.get("kernels")) != (wanted := kernels_digest()):
         raise BuildError(
             f"{path} holds kernels {found} of {manifest.created_by}, this version launches {wanted}; "
@@ -205,13 +185,11 @@ def finish(path: Path, progress: Progress = unheard) -> BuildResult:
     except OSError as error:
         what = f"{error.strerror or error} ({error.filename or path})"
         raise BuildError(f"{what}; correct it and resume with: {finish_command(path)}") from None
-    return result(manifest, warnings)
+    return BuildResult(path, manifest, began, warnings)
 
 
 def _try_both(path: Path, progress: Progress) -> tuple[Manifest, tuple[str, ...]]:
     """Time the backends, make the faster one active; the manifest that says so, and warnings."""
-    from edge_dflash.builder.finish import fastest, run_trial  # backends, only here
-
     bundle = Bundle.open(path, check_hashes=False)
     stage = Stage(progress, "timing", bundle.manifest.size)  # in bytes like the engines: the share of cycles
     trial = run_trial(bundle, stage.share)
@@ -241,7 +219,8 @@ def _finish(
         "tensorrt": str(engines.version),
     }
     with WorkDir(path, fingerprint, finish_command(path), force=True) as work:
-        _check_space(path, sum(others[name].size for name in others if name.startswith("weights/")), work)
+        weights = sum(entry.size for name, entry in others.items() if name.startswith("weights/"))
+        check_space(path, weights, "*.plan")  # about as large
         files = {name: work.link(name, path / name, entry) for name, entry in others.items()}
         stage = Stage(progress, "plans", sum(entry.size for entry in others.values()))
         files |= build_engines(bundle, work, stage.share)
@@ -250,13 +229,3 @@ def _finish(
         complete = replace(manifest, files=files, plans=engines, tools=tools)
         work.finish(dump_manifest(complete))
         return complete, tuple(work.warnings)
-
-
-def _check_space(path: Path, needed: int, work: WorkDir) -> None:
-    done = sum(entry.size for name, entry in work.finished.items() if name.endswith(".plan"))
-    free = shutil.disk_usage(path.parent).free
-    if free < needed - done:
-        raise BuildError(
-            f"plans need about {(needed - done) / 1e6:,.1f} MB in {path.parent}, which has {free / 1e6:,.1f} MB free; "
-            "free some space"
-        )

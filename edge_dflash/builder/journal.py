@@ -48,6 +48,23 @@ def check_free(output: Path, *, force: bool) -> None:
         raise BuildError(f"--output {output} holds no bundle, so --force does not replace it; choose another directory")
 
 
+def check_space(output: Path, size: int, made: str = "*") -> None:
+    """Compare bytes of a bundle with the free space of the disk it goes to, less what an earlier run left there.
+
+    ``made``: which files of the earlier run are among them.
+    """
+    staging = building_path(output) / "bundle"
+    done = sum(path.stat().st_size for path in staging.rglob(made) if path.is_file()) if staging.is_dir() else 0
+    place = next(parent for parent in output.absolute().parents if parent.exists())
+    state = os.statvfs(place)
+    free, needed = state.f_bavail * state.f_frsize, max(0, size - done)
+    if free < needed:
+        raise BuildError(
+            f"the bundle needs {needed / 1e6:,.1f} MB more in {place}, which has {free / 1e6:,.1f} MB free; "
+            "free some space or choose another --output"
+        )
+
+
 def recover(output: Path) -> None:
     """Put the output back that a kill between the two renames of :meth:`WorkDir.finish` left in ``OUTPUT.building``.
 

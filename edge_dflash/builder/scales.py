@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,10 +27,10 @@ from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.builder.convert import one_thread
 from edge_dflash.bundle.parts import part_of
-from edge_dflash.common.files import LARGE, read_bytes, read_text
+from edge_dflash.common.files import LARGE, parse_json, read_bytes, read_text
 from edge_dflash.common.tables import decode, encode
 from edge_dflash.decode.backend import Precision
-from edge_dflash.errors import BuildError, RequestError
+from edge_dflash.errors import BuildError, BundleError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Attend, Embed, KvAppend, Linear, Op
 from edge_dflash.model.program import KvState, PairPrograms, Program
@@ -41,7 +41,6 @@ from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, Weight, WeightFo
 from edge_dflash.weights.quantize import E4M3_MAX, GLOBAL_DIVISOR
 from edge_dflash.weights.recipe import Recipe
 
-KEYS = ("id", "source", "licence", "messages")
 ROLES = ("system", "user", "assistant")
 
 
@@ -54,74 +53,59 @@ class CalibrationPrompt:
     licence: str
     messages: tuple[Mapping[str, str], ...]  # {"role": system | user | assistant, "content": text}
 
+    @property
+    def text(self) -> str:
+        """The messages without their turns."""
+        return "\n\n".join(message["content"] for message in self.messages)
+
 
 def read_prompts(path: Path) -> tuple[CalibrationPrompt, ...]:
     """Read every line of a prompt file. Raises BuildError naming file, line, what was found and what is wanted."""
     try:
         lines = read_text(path, LARGE).splitlines()
+        prompts = tuple(_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise BuildError(
             f"{path}: not a readable text file ({getattr(error, 'strerror', error)}); see calib/README.md"
         ) from error
-    prompts = tuple(_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
     if not prompts:
         raise BuildError(f"{path} holds no prompt; wanted one JSON object a line, see calib/README.md")
     return prompts
 
 
-def calibration_ids(
-    prompts: Sequence[CalibrationPrompt],
-    encode_chat: Callable[[Sequence[Mapping[str, Any]]], Sequence[int]],
-    tokens: int,
-) -> tuple[int, ...]:
-    """Concatenate the prompts' ids, in file order, up to ``tokens`` ids. ``encode_chat`` applies the chat template."""
-    ids: list[int] = []
-    for prompt in prompts:
-        ids.extend(encode_chat(prompt.messages))
-        if len(ids) >= tokens:
-            break
-    return tuple(ids[:tokens])
-
-
 def _prompt(line: str, where: str) -> CalibrationPrompt:
     try:
-        value = json.loads(line)
+        prompt = decode(CalibrationPrompt, parse_json(line.encode()), where)
+    except BundleError as error:
+        raise BuildError(f"{error}; see calib/README.md") from None
     except (ValueError, RecursionError) as error:
-        raise BuildError(f"{where}: not JSON ({error}); see calib/README.md") from error
-    if not isinstance(value, dict) or sorted(value) != sorted(KEYS):
-        found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-        raise BuildError(f"{where}: found {found or 'no key'}; wanted an object with exactly {', '.join(KEYS)}")
-    messages = value["messages"]
-    if not all(isinstance(value[key], str) and value[key] for key in KEYS[:3]):
-        raise BuildError(f"{where}: id, source and licence are {[value[k] for k in KEYS[:3]]}; wanted text")
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise BuildError(f"{where}: not JSON ({error}); see calib/README.md") from None
+    said = [one.keys() == {"role", "content"} and one["role"] in ROLES and one["content"] for one in prompt.messages]
+    if not (prompt.id and prompt.source and prompt.licence and said and all(said)):
+        roles = " | ".join(ROLES)
         raise BuildError(
-            f"{where}: messages are not a list of {{role: {' | '.join(ROLES)}, content: text}}; correct it"
+            f"{where} lacks a text, or its messages are not {{role: {roles}, content: text}}; see calib/README.md"
         )
-    return CalibrationPrompt(value["id"], value["source"], value["licence"], tuple(messages))
-
-
-def _is_message(message: object) -> bool:
-    return (
-        isinstance(message, dict)
-        and sorted(message) == ["content", "role"]
-        and message["role"] in ROLES
-        and isinstance(message["content"], str)
-        and bool(message["content"])
-    )
+    return prompt
 
 
 PROPOSALS = 4  # propose passes, spread over the context
 Progress = Callable[[int, int], None]  # (linear layers done, linear layers in all)
 
 
+CALIBRATION = "calibration.json"
+
+
 @dataclass(frozen=True)
 class Scales:
-    """Multipliers, exact in float32. KV states that are not listed have (1.0, 1.0)."""
+    """Multipliers, exact in float32, and where they come from: what calibration.json holds."""
 
-    kv: Mapping[str, tuple[float, float]]  # (k, v) by KV state
+    kv: Mapping[str, tuple[float, float]]  # (k, v) by KV state; a state not listed has (1.0, 1.0)
     inputs: Mapping[str, float]  # sx by canonical name of a W4A4 linear
-    tokens: int  # tokens they were measured on; 0: not measured
+    stored: tuple[str, ...] = ()  # states and linears whose scale is the checkpoint's
+    tokens: int = 0  # tokens that the other scales were measured on; 0: not measured
+    prompts: str = ""  # SHA-256 of the prompt file; "" when nothing was measured
+    margin: float = 1.0  # factor on the largest key and value that were seen
 
 
 def calibrate(
@@ -129,7 +113,7 @@ def calibrate(
     store: WeightStore,
     ids: Sequence[int],
     *,
-    margin: float = 1.25,
+    margin: float = 1.0,
     linears: Collection[str] = (),
     proposals: int = PROPOSALS,
     activations: Literal["float32", "bfloat16"] = "bfloat16",
@@ -137,9 +121,9 @@ def calibrate(
 ) -> Scales:
     """Measure the scales of every KV state, and of the inputs of ``linears``, on one sequence of ``ids``.
 
-    KV: scale = margin * max|x| / 448 of K after norm and rotation and of V. Linears: sx = max|x| / 2688 (ModelOpt), or
-    the scale that the checkpoint stores with the weight. A tensor of zeros gets 1. Raises BuildError when there are no
-    ids, an id is outside the vocabulary, or a measured value is not finite.
+    KV: scale = margin * max|x| / 448 of K after norm and rotation and of V. Linears: sx = max|x| / 2688 (ModelOpt),
+    whatever the checkpoint stores. A tensor of zeros gets 1. Raises BuildError when there are no ids, an id is outside
+    the vocabulary, or a measured value is not finite.
     """
     vocabulary = pair.target.vocab_size
     if not ids or not 0 <= min(ids) <= max(ids) < vocabulary:
@@ -168,9 +152,8 @@ def calibrate(
         name: (meter.scale(name + ".k", margin / E4M3_MAX), meter.scale(name + ".v", margin / E4M3_MAX))
         for name in states
     }
-    measured = {name: meter.scale(name, 1 / GLOBAL_DIVISOR) for name in sorted(linears)}
-    inputs = {name: _stored_scale(store, name) or scale for name, scale in measured.items()}
-    return Scales(kv, inputs, len(ids))
+    inputs = {name: meter.scale(name, 1 / GLOBAL_DIVISOR) for name in sorted(linears)}
+    return Scales(kv, inputs, tokens=len(ids), margin=margin)
 
 
 class _Meter:
@@ -205,18 +188,26 @@ class _Meter:
 
 
 class _EmbeddingRows:
-    """A store whose embedding holds only the rows in use, by ascending id, and whose activations stay wide."""
+    """A store whose embedding holds only the rows in use, by ascending id, and whose activations stay wide.
+
+    It gives the memory of a checkpoint's layer back when the next one is asked for.
+    """
 
     def __init__(self, store: WeightStore, embeddings: Collection[str], ids: Sequence[int]) -> None:
-        self._store, self._embeddings = store, embeddings
+        self._store, self._embeddings, self._part = store, embeddings, ""
         self._used = np.unique(np.asarray(ids))
+        self.kv_scale = store.kv_scale
 
     def compact(self, ids: Sequence[int]) -> list[int]:
         """Rows of the gathered embedding for ``ids``."""
         return [int(row) for row in np.searchsorted(self._used, ids)]
 
     def get(self, name: str) -> Weight:
-        """Return a weight for measuring."""
+        """Return a weight for measuring; arrays of other layers should have been dropped."""
+        if (part := part_of(name)) != self._part:
+            self._part = part
+            if isinstance(self._store, PairCheckpoint):
+                self._store.release()
         weight = self._store.get(name)
         match weight:
             case WideWeight() if name in self._embeddings:
@@ -225,10 +216,6 @@ class _EmbeddingRows:
                 return replace(weight, input_scale=None)
             case _:
                 return weight
-
-    def kv_scale(self, state: str) -> tuple[float, float]:
-        """Scales of the underlying store."""
-        return self._store.kv_scale(state)
 
 
 def _measured_part(program: Program, linears: Collection[str]) -> Program:
@@ -246,31 +233,11 @@ def _linears(program: Program) -> int:
     return sum(isinstance(op, Linear) for op in program.ops)
 
 
-def _stored_scale(store: WeightStore, name: str) -> float | None:
-    weight = store.get(name)
-    return weight.input_scale if isinstance(weight, Nvfp4Weight) else None
-
-
-CALIBRATION = "calibration.json"
-
-
-@dataclass(frozen=True)
-class BuildScales:
-    """All scales of a bundle, and where they come from: what calibration.json holds."""
-
-    kv: Mapping[str, tuple[float, float]]  # (k, v) by KV state; a state not listed has (1.0, 1.0)
-    inputs: Mapping[str, float]  # sx of each W4A4 linear
-    stored: tuple[str, ...]  # states and linears whose scale is the checkpoint's
-    tokens: int  # tokens that the other scales were measured on; 0: not measured
-    prompts: str  # SHA-256 of the prompt file; "" when nothing was measured
-    margin: float  # factor on the largest key and value that were seen
-
-
 @dataclass(frozen=True)
 class ScaleDecisions:
     """Scales that are known before the build, and what is to be measured."""
 
-    known: BuildScales
+    known: Scales
     kv: tuple[str, ...]  # states to measure
     inputs: tuple[str, ...]  # linears to measure
     ids: tuple[int, ...]  # calibration tokens; empty: nothing is measured
@@ -305,7 +272,7 @@ def decide_scales(
         limit = min(recipe.calibration.tokens, pair.target.max_position_embeddings - pair.rows)
         ids, refused = _prompt_ids(recipe.calibration.path, tokenizer, limit)
         digest = hashlib.sha256(read_bytes(recipe.calibration.path, LARGE)).hexdigest()
-        known = BuildScales(kv, inputs, stored, len(ids), digest, recipe.calibration.margin)
+        known = Scales(kv, inputs, stored, len(ids), digest, recipe.calibration.margin)
         return ScaleDecisions(known, missing_kv, missing_inputs, ids), refused
     why = "the target has no tokenizer.json" if tokenizer is None else "calibration is switched off"
     if missing_inputs:
@@ -314,70 +281,54 @@ def decide_scales(
             f"{why}; calibrate, or set activations: bf16 in the recipe"
         )
     warnings = (f"FP8 scale 1.0 for the keys and values of {len(missing_kv)} layers: {why}",) if missing_kv else ()
-    return ScaleDecisions(BuildScales(kv, inputs, stored, 0, "", 1.0), (), (), ()), warnings
+    return ScaleDecisions(Scales(kv, inputs, stored), (), (), ()), warnings
 
 
-def measure_scales(decided: ScaleDecisions, pair: PairSpec, store: PairCheckpoint, progress: Progress) -> BuildScales:
+def measure_scales(decided: ScaleDecisions, pair: PairSpec, store: PairCheckpoint, progress: Progress) -> Scales:
     """Run the calibration pass over ``decided.ids``. Raises BuildError."""
     known = decided.known
-    layers = _LayerByLayer(store)
     with one_thread() if pair.target.hidden_size <= SMALL_MODEL else nullcontext():
-        found = calibrate(pair, layers, decided.ids, margin=known.margin, linears=decided.inputs, progress=progress)
+        found = calibrate(pair, store, decided.ids, margin=known.margin, linears=decided.inputs, progress=progress)
     store.release()
     return replace(
         known,
         kv={**known.kv, **{state: found.kv[state] for state in decided.kv}},
-        inputs={**known.inputs, **{name: found.inputs[name] for name in decided.inputs}},
+        inputs={**known.inputs, **found.inputs},
     )
 
 
-def dump_scales(scales: BuildScales) -> bytes:
+def dump_scales(scales: Scales) -> bytes:
     """Text of calibration.json."""
     return (json.dumps(encode(scales), indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-def load_scales(text: bytes) -> BuildScales:
+def load_scales(text: bytes) -> Scales:
     """Undo :func:`dump_scales`. Raises BundleError."""
-    return decode(BuildScales, json.loads(text), CALIBRATION)
-
-
-class _LayerByLayer:
-    """A store that gives the memory of a layer back when the next one is asked for."""
-
-    def __init__(self, store: PairCheckpoint) -> None:
-        self._store, self._part = store, ""
-
-    def get(self, name: str) -> Weight:
-        """Return a weight; arrays of other layers should have been dropped."""
-        if (part := part_of(name)) != self._part:
-            self._store.release()
-            self._part = part
-        return self._store.get(name)
-
-    def kv_scale(self, state: str) -> tuple[float, float]:
-        """Scales of the underlying store."""
-        return self._store.kv_scale(state)
+    return decode(Scales, json.loads(text), CALIBRATION)
 
 
 def _prompt_ids(path: Path, tokenizer: Tokenizer, limit: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Ids of the prompts, and a warning about those that the chat template refuses: they are their text alone."""
-    prompts, refused = read_prompts(path), list[str]()
+    """Up to ``limit`` ids of the prompts, in file order, and a warning about those that the chat template refuses.
 
-    def encode_chat(messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
-        if tokenizer.template is not None:
-            try:
-                return tokenizer.encode_chat(messages)
-            except RequestError as error:
-                refused.append(str(error))
-        return tokenizer.encode_text("\n\n".join(message["content"] for message in messages))
-
+    Such a prompt, and each one without a template, is its text alone. Raises BuildError.
+    """
+    ids: list[int] = []
+    refused: list[str] = []
     try:
-        ids = calibration_ids(prompts, encode_chat, limit)
+        for prompt in read_prompts(path):
+            if len(ids) >= limit:
+                break
+            found = None
+            if tokenizer.template is not None:
+                try:
+                    found = tokenizer.encode_chat(prompt.messages)
+                except RequestError as error:
+                    refused.append(str(error))
+            ids += tokenizer.encode_text(prompt.text) if found is None else found
     except RequestError as error:
         raise BuildError(f"{path}: {error}; correct the prompts, or build with --no-calibrate") from None
-    if not refused:
-        return ids, ()
-    return ids, (f"{len(refused)} prompts of {path.name} calibrate as plain text, without turns: {refused[0]}",)
+    warned = f"{len(refused)} prompts of {path.name} calibrate as plain text, without turns: "
+    return tuple(ids[:limit]), (warned + refused[0],) if refused else ()
 
 
 def _input_scale(weight: Weight) -> float | None:

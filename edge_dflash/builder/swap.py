@@ -5,29 +5,25 @@ So a drafter is replaced where the target's checkpoint is not at hand, and the t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import kernels_digest
 from edge_dflash.board.profiles import named_arch
-from edge_dflash.builder.card import read_card
 from edge_dflash.builder.decide import (
+    CREATED_BY,
     BuildConfig,
     Choice,
     Decisions,
     check_mask_token,
     check_output,
-    check_space,
-    choices,
     choose,
     copied_files,
     decide_native,
     fingerprints,
+    settle,
 )
-from edge_dflash.builder.scales import decide_scales
 from edge_dflash.bundle.manifest import MANIFEST, Manifest, SourceFile, fingerprint
-from edge_dflash.bundle.parts import Part, bundle_parts
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.files import is_there
 from edge_dflash.errors import BuildError
@@ -100,49 +96,27 @@ def decide_swap(config: BuildConfig) -> Decisions:
     tokenizer = Tokenizer.open(bundle.path / "tokenizer") if manifest.tokenizer else None
     if tokenizer is not None and (warning := check_mask_token(tokenizer, bundle.path / "tokenizer", pair)):
         warnings += (warning,)
-    scales, unmeasured = decide_scales(recipe, pair, programs, store, formats, tokenizer, allowed=config.calibrate)
-    parts = bundle_parts(programs, formats, stacked="native" in choice.backends)
-    check_space(config.output, size := _drafter_bytes(parts, formats, programs))
     plans = manifest.plans.flavour if manifest.plans else ""
-    tools = {name: version for name, version in manifest.tools.items() if name != plans}
-    linked = {name: (bundle.path / name, entry) for name, entry in manifest.files.items() if _same(name)}
     sources, stamps = _sources(config, manifest)
-    return Decisions(
-        config=config,
-        choice=choice,
-        recipe=recipe,
+    new = replace(
+        manifest,
+        created_by=CREATED_BY,
+        backend=choice.active,
+        standby=(),
         pair=pair,
-        programs=programs,
-        store=store,
-        formats=formats,
-        parts=parts,
-        size=size,
-        max_context=manifest.max_context,
-        prefill_chunk=manifest.prefill_chunk,
+        recipe=recipe.name,
         lanes=config.lanes or manifest.lanes,
-        scales=scales,
-        tokenizer_files=copied_files(bundle.path / "tokenizer"),
+        tools={name: version for name, version in manifest.tools.items() if name != plans},
         sources=sources,
-        tools=tools,
-        engines=None,
-        fingerprint={
-            **stamps,
-            "bundle": fingerprint(manifest),
-            "lanes": str(config.lanes or manifest.lanes),
-            **choices(recipe, scales, tools),
-        },
-        warnings=(*warnings, *unmeasured),
-        card=read_card(config.drafter) if config.drafter is not None else None,
-        linked=linked,
+        weights=formats,
+        plans=None,
+        no_self_test=None,
+        trial=None,
     )
-
-
-def _drafter_bytes(parts: Mapping[str, Part], formats: Mapping[str, WeightFormat], programs: PairPrograms) -> int:
-    """Bytes that are written, about: the target's are linked."""
-    names = [name for part in parts.values() for name in part.names]
-    names += [name for part in parts.values() for stack in part.stacks for name in stack.names]
-    own = (name for name in names if name.startswith("drafter."))
-    return sum(FORMATS[formats[name]].nbytes(programs.weights[name].shape) for name in own)
+    inputs = {**stamps, "bundle": fingerprint(manifest), "lanes": str(new.lanes)}
+    linked = {name: (bundle.path / name, entry) for name, entry in manifest.files.items() if _same(name)}
+    files = copied_files(bundle.path / "tokenizer")
+    return settle(config, choice, recipe, new, store, tokenizer, files, inputs, warnings, linked)
 
 
 def _sources(config: BuildConfig, manifest: Manifest) -> tuple[tuple[SourceFile, ...], dict[str, str]]:

@@ -34,10 +34,8 @@ from edge_dflash.bundle.selftest import SELFTEST, dump_selftest, load_selftest
 from edge_dflash.common.files import open_regular
 from edge_dflash.common.progress import Progress, Stage, shown
 from edge_dflash.common.rules import refuse_nul
-from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.text.files import FOLDER
-from edge_dflash.version import __version__
 from edge_dflash.weights.layout import words_of
 
 __all__ = ["BuildConfig", "BuildResult", "build"]
@@ -54,28 +52,22 @@ def build(
     interrupted build keeps its finished files in ``OUTPUT.building`` and the error says how to resume.
     """
     refuse_nul(vars(config))
-    with shown(progress) as report:
-        return _build(config, report, say)
-
-
-def _build(config: BuildConfig, progress: Progress, say: Callable[[str], None]) -> BuildResult:
     began = time.monotonic()
     try:
-        decided = decide_swap(config) if is_bundle(config.target) else decide(config)
-        for line in decided.lines:
-            say(line)
-        with WorkDir(config.output, decided.fingerprint, config.command, force=config.force) as work:
-            manifest = _with_engines(_fill(decided, work, progress), decided, work, progress)
-            text = dump_manifest(_with_selftest(manifest, decided, work, progress))
-            size = sum(entry.size for entry in work.finished.values()) + len(text)
-            work.finish(text)
-            warnings = (*decided.warnings, *work.warnings)
+        with shown(progress) as report:
+            decided = decide_swap(config) if is_bundle(config.target) else decide(config)
+            for line in decided.lines:
+                say(line)
+            with WorkDir(config.output, decided.fingerprint, config.command, force=config.force) as work:
+                manifest = _with_engines(_fill(decided, work, report), decided, work, report)
+                manifest = _with_selftest(manifest, decided, work, report)
+                work.finish(dump_manifest(manifest))
+            return BuildResult(config.output, manifest, began, (*decided.warnings, *work.warnings))
     except KeyboardInterrupt:
         kept = "finished files are kept" if building_path(config.output).is_dir() else "nothing was made yet"
         raise BuildError(f"interrupted; {kept}, resume with: {config.resume or config.command}") from None
     except OSError as error:
         raise _disk_error(error, config) from None
-    return BuildResult.of(manifest, config.output, size, began, warnings)
 
 
 def _fill(decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
@@ -96,28 +88,7 @@ def _fill(decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
     stage.finish()
     if decided.choice.arch.sm:
         files |= _kernels(decided, work, progress)
-    return Manifest(
-        created_by=f"edge-dflash {__version__}",
-        arch=decided.choice.arch.name,
-        backend=decided.choice.active,
-        standby=decided.choice.backends[1:],
-        pair=decided.pair,
-        block_size=decided.pair.block_size,
-        mask_token_id=decided.pair.mask_token_id,
-        target_layer_ids=decided.pair.target_layer_ids,
-        precision=Precision(activations="bfloat16", kv="fp8" if decided.recipe.kv == "fp8" else "bfloat16"),
-        recipe=decided.recipe.name,
-        max_context=decided.max_context,
-        prefill_chunk=decided.prefill_chunk,
-        lanes=decided.lanes,
-        kv_scales=scales.kv,
-        tokenizer=bool(decided.tokenizer_files),
-        tools=decided.tools,
-        sources=decided.sources,
-        weights=decided.formats,
-        files=files,
-        plans=decided.engines,
-    )
+    return replace(decided.manifest, kv_scales=scales.kv, files=files)
 
 
 def _measured(decided: Decisions, progress: Progress) -> Iterator[Piece]:
@@ -137,7 +108,7 @@ def _weights(
     stacked = "native" in decided.choice.backends
     try:
         tensors = weight_tensors(
-            *(part, decided.store, decided.formats, {} if stacked else input_scales, pool),
+            *(part, decided.store, decided.manifest.weights, {} if stacked else input_scales, pool),
             words=words_of(decided.choice.arch.sm),
             again=decided.recipe.requantize == "fp8",
         )
@@ -172,7 +143,7 @@ def _kernels(decided: Decisions, work: WorkDir, progress: Progress) -> dict[str,
 
 def _with_engines(manifest: Manifest, decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
     """Build the engines that can be built here, from the weights that lie in the bundle."""
-    if decided.engines is None or decided.engines.deferred:
+    if decided.manifest.plans is None or decided.manifest.plans.deferred:
         return manifest
     stage = Stage(progress, "plans", decided.size)  # in bytes like the weights: the share of engines
     files = build_engines(Bundle.staged(work.staging, manifest), work, stage.share)
@@ -182,7 +153,7 @@ def _with_engines(manifest: Manifest, decided: Decisions, work: WorkDir, progres
 
 def _with_selftest(manifest: Manifest, decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
     """Record the self-test, or find it recorded, and add it to the manifest; warn when it is missing or bad."""
-    if (reason := no_selftest(decided.pair, decided.max_context)) is not None:
+    if (reason := no_selftest(decided.pair, decided.manifest.max_context)) is not None:
         work.warnings += [reason, *_card_warnings(decided)]
         return replace(manifest, no_self_test=reason)
 

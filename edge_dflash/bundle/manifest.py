@@ -10,17 +10,16 @@ import hashlib
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from edge_dflash.board.archs import ARCHS_OF, BACKENDS, find_arch, ordered
 from edge_dflash.common.files import parse_json
-from edge_dflash.common.tables import decode, encode
+from edge_dflash.common.tables import decode, encode, no_constant, unique_keys
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.shape import MOST_LANES
-from edge_dflash.errors import BackendError, BundleError, short
+from edge_dflash.errors import BackendError, BundleError
 from edge_dflash.model.program import KvState
 from edge_dflash.model.registry import DRAFTERS, TARGETS, pair_programs
 from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, PairSpec
@@ -32,6 +31,7 @@ ENGINES = "plans/"  # folder of TensorRT engines
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 _OPTIONAL: Mapping[str, Any] = {"plans": None, "no_self_test": None, "standby": [], "trial": None, "lanes": 1}
+_OF_PAIR = ("block_size", "mask_token_id", "target_layer_ids")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -89,9 +89,6 @@ class Manifest:
     arch: str
     backend: str  # the one that runs it
     pair: PairSpec
-    block_size: int  # 1 without a drafter
-    mask_token_id: int | None  # None without a drafter
-    target_layer_ids: tuple[int, ...]
     precision: Precision  # weights are listed one by one below
     recipe: str  # name of the recipe
     max_context: int  # rows of every KV state
@@ -107,6 +104,21 @@ class Manifest:
     standby: tuple[str, ...] = ()  # other backends of the bundle; they read the same weights
     trial: Trial | None = None  # of two backends
     lanes: int = 1  # sequences at once, where nobody says how many; keys with these values are left out
+
+    @property
+    def block_size(self) -> int:
+        """The pair's; written for those who read no specs, as the next two are."""
+        return self.pair.block_size
+
+    @property
+    def mask_token_id(self) -> int | None:
+        """The pair's."""
+        return self.pair.mask_token_id
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """The pair's."""
+        return self.pair.target_layer_ids
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -143,7 +155,8 @@ class Manifest:
 def dump_manifest(manifest: Manifest) -> bytes:
     """The one text that :func:`parse_manifest` accepts for this manifest."""
     exact = decode(Manifest, encode(manifest), MANIFEST)  # an int in a float's place becomes the float it stands for
-    body: dict[str, Any] = {"schema": _schema(exact), **encode(exact)}
+    said = {field: encode(getattr(exact, field)) for field in _OF_PAIR}
+    body: dict[str, Any] = {"schema": _schema(exact), **encode(exact), **said}
     body = {key: value for key, value in body.items() if key not in _OPTIONAL or value != _OPTIONAL[key]}
     body["checksum"] = hashlib.sha256(_text(body)).hexdigest()
     return _text(body)
@@ -165,9 +178,11 @@ def fingerprint(manifest: Manifest) -> str:
 def parse_manifest(text: bytes, where: str = MANIFEST) -> Manifest:
     """Read and check a manifest against itself. Raises BundleError naming the field, found and wanted."""
     body = read_document(text, where, 1, SCHEMA)
-    body.pop("schema")
-    body.pop("checksum", None)
+    said = {field: body.pop(field, None) for field in ("schema", "checksum", *_OF_PAIR)}
     manifest = decode(Manifest, {**_OPTIONAL, **body}, where)
+    for field in _OF_PAIR:
+        if said[field] != (wanted := encode(getattr(manifest, field))):
+            raise BundleError(f"{where}: {field} is {said[field]}, wanted {wanted} as in pair; build the bundle again")
     check_manifest(manifest, where)
     if dump_manifest(manifest) != text:
         raise BundleError(f"{where}: checksum differs from the content; the file was changed after the build")
@@ -177,7 +192,7 @@ def parse_manifest(text: bytes, where: str = MANIFEST) -> Manifest:
 def read_document(text: bytes, where: str, oldest: int, newest: int) -> dict[str, Any]:
     """The JSON object of a file of a bundle, its ``schema`` from ``oldest`` to ``newest``. Raises BundleError."""
     try:
-        body = parse_json(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+        body = parse_json(text, object_pairs_hook=unique_keys, parse_constant=no_constant)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise BundleError(f"{where} is damaged ({error}); build the bundle again or copy it again") from None
     if not isinstance(body, dict):
@@ -200,11 +215,6 @@ def check_manifest(manifest: Manifest, where: str = MANIFEST) -> None:
         if found not in accepted:
             raise BundleError(f"{where}.pair.{field}: found {found!r}, wanted one of {', '.join(map(repr, accepted))}")
     _check_backends(manifest, where)
-    for field in ("block_size", "mask_token_id", "target_layer_ids"):
-        if (found := getattr(manifest, field)) != (wanted := getattr(pair, field)):
-            raise BundleError(
-                f"{where}: {field} is {found}, wanted {wanted} as in pair.drafter; build the bundle again"
-            )
     for field, low, high in (
         ("block_size", 2 if pair.drafter else 1, MAX_BLOCK),
         ("max_context", pair.rows + 1, target.max_position_embeddings),
@@ -289,15 +299,3 @@ def _member(where: str, field: str, found: str, accepted: Any) -> None:
 
 def _text(body: dict[str, Any]) -> bytes:
     return (json.dumps(body, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"key {short(name)} appears twice")
-    return found
-
-
-def _no_constants(text: str) -> float:
-    raise ValueError(f"{text} is not a number")

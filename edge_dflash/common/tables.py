@@ -181,7 +181,7 @@ def _loader() -> type[yaml.SafeLoader]:
 def read_json(file: Path, most: int = SMALL) -> dict[str, Any]:
     """Read a JSON object of at most so many bytes. Raises CheckpointError when there is no file or no object in it."""
     try:
-        value = parse_json(read_bytes(file, most), object_pairs_hook=unique_keys, parse_constant=_no_constant)
+        value = parse_json(read_bytes(file, most), object_pairs_hook=unique_keys, parse_constant=no_constant)
     except FileNotFoundError:
         raise CheckpointError(f"no {file.name} in {file.parent}; give the directory of a checkpoint") from None
     except OSError as error:
@@ -203,6 +203,6 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _no_constant(name: str) -> Any:
+def no_constant(name: str) -> Any:
     """JSON has no NaN and no infinity, though Python's reader takes them."""
     raise ValueError(f"{name} is no number of JSON")

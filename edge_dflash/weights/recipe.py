@@ -101,6 +101,11 @@ class Recipe:
     requantize: Literal["never", "fp8"] = "never"  # weights that may be rounded a second time: those stored in FP8
     keeps: bool = False  # a quantized weight stays as it is stored, whatever is wished of it
 
+    @property
+    def kv_format(self) -> Literal["fp8", "bfloat16"]:
+        """Of stored keys and values."""
+        return "fp8" if self.kv == "fp8" else "bfloat16"
+
     def choice(self, name: str, spec: WeightSpec, stored: Weight | None) -> WeightFormat:
         """Format that the weight gets in a bundle; equal to the stored format when it is to be copied as it is.
 

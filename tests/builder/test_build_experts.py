@@ -12,21 +12,17 @@ from bundle_support import random_weight
 from native_support import fake_cubin, same
 
 from edge_dflash.backends.cuda import support
-from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.builder import decide
 from edge_dflash.builder import write as builder
-from edge_dflash.builder.convert import convert, weight_tensors
+from edge_dflash.builder.convert import weight_tensors
 from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.parts import Part, native_stacks, tensor_file, write_file
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.decode.backend import Precision
-from edge_dflash.decode.generation import generate
-from edge_dflash.decode.options import Options
 from edge_dflash.errors import BackendError, RecipeError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_pair
 from edge_dflash.weights.checkpoint import PairCheckpoint
-from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
+from edge_dflash.weights.formats import Fp8Weight, WideWeight
 from edge_dflash.weights.layout import Layout, data_for, member, repack, shared_part, words_of
 from edge_dflash.weights.quantize import dequantize, quantize_nvfp4
 from edge_dflash.weights.stacks import ExpertStack, pair_experts, unpack_weight
@@ -94,13 +90,6 @@ def test_a_native_bundle_of_a_pair_is_complete(tmp_path):
     store = PairCheckpoint.open(GOLDEN / WIDE, pair["drafter"], weights)
     for name in weights:
         same(store.get(name), bundle.get(name))
-
-
-def test_a_published_mix_of_formats_is_kept(built):
-    formats = built(MODELOPT).manifest.weights
-    assert formats["target.layers.1.mlp.experts.7.down_proj"] == "nvfp4"
-    assert formats["target.layers.1.linear_attn.in_proj_qkv"] == "fp8"
-    assert formats["target.layers.1.mlp.gate"] == formats["target.layers.1.mlp.shared_expert_gate"] == "bf16"
 
 
 def test_members_lie_behind_each_other(built):
@@ -280,38 +269,3 @@ def test_nvfp4_is_never_converted(tmp_path, wish):
         RecipeError, match=rf"asks for {wish} of .* stores as nvfp4; a quantized weight is not converted"
     ):
         build(config_of(MODELOPT, tmp_path / "out", recipe=recipe(tmp_path, text)))
-
-
-def test_what_is_rounded_again_is_the_same_in_blocks_of_rows(monkeypatch):
-    rng = np.random.default_rng(3)
-    names = ("target.layers.0.self_attn.q_proj", "target.layers.0.self_attn.k_proj")
-    store = {name: random_weight(rng, (24, 32), "fp8", None) for name in names}
-    formats = dict.fromkeys(names, "nvfp4")
-    whole = convert(store, names, formats, {}, again=True)
-    monkeypatch.setattr("edge_dflash.builder.convert.ROW_BLOCK", 100)  # bytes: three rows
-    for name, weight in convert(store, names, formats, {}, again=True).items():
-        same(weight, whole[name])
-    assert whole[names[0]].global_scale == whole[names[1]].global_scale
-
-
-class WeightOnly:
-    """A store without scales of activations, as builds leave them out."""
-
-    def __init__(self, store):
-        self.store, self.kv_scale = store, store.kv_scale
-
-    def get(self, name):
-        weight = self.store.get(name)
-        return replace(weight, input_scale=None) if isinstance(weight, Nvfp4Weight) else weight
-
-
-def test_a_bundle_decodes_what_its_checkpoint_decodes(built):
-    """Read by the reference from stacks."""
-    bundle = built(MODELOPT)
-    store = WeightOnly(PairCheckpoint.open(GOLDEN / MODELOPT, None, programs_of(MODELOPT).weights))
-    options, exact = Options(max_new_tokens=24, speculative=False), Precision("float32", "float32")
-    one, other = (
-        generate(ReferenceBackend(bundle.pair, weights, exact, max_context=96), (5, 17, 23, 99, 4), options).tokens
-        for weights in (bundle, store)
-    )
-    assert one == other

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from builder_support import BF16, TARGETS, config_of, recipe
+from builder_support import BF16, recipe
 from native_support import fake_cubin, same
 from paths import DEMO
 from tensorrt_build_support import VERSION, config, fake, fake_tools, install, on
@@ -68,7 +68,7 @@ def test_the_arch_says_what_runs_it(word, names):
 def test_chunks_beyond_512_rows_are_for_native_kernels_alone(fake, tmp_path, backend, rows):
     wide = recipe(tmp_path, BF16)
     config = BuildConfig(MODELS / "target", MODELS / "drafter", tmp_path / "out", "sm90", backend, recipe=wide)
-    assert decide(config).prefill_chunk == rows
+    assert decide(config).manifest.prefill_chunk == rows
 
 
 def test_nothing_but_the_arch_makes_a_bundle_that_runs_at_once(fake, tmp_path):
@@ -138,7 +138,7 @@ def test_without_a_fit_tensorrt_for_rtx_there_are_kernels_alone(fake, tmp_path, 
     plan = decide(config(tmp_path / "out", backend=None))
     assert plan.choice.backends == ("native",)
     assert plan.lines[0].startswith(f"building for sm121, backend native: no plans, as {why}")
-    assert plan.engines is None
+    assert plan.manifest.plans is None
     with pytest.raises(BackendError, match=why):
         decide(config(tmp_path / "out", backend="native,tensorrt"))
 
@@ -150,26 +150,6 @@ def test_activations_of_four_bits_are_for_tensorrt_alone(fake, tmp_path):
     assert decide(made).choice.backends == ("tensorrt",)
     with pytest.raises(BackendError, match="the native backend computes with bf16; set activations: bf16"):
         decide(replace(made, backend="native,tensorrt"))
-
-
-@pytest.mark.parametrize("word", ["native,tensorrt", "tensorrt,native", " native , tensorrt "])
-def test_both_may_be_asked_for_by_name(fake, tmp_path, word):
-    assert decide(config(tmp_path / "out", arch="110", backend=word)).choice.backends == ("native", "tensorrt")
-
-
-def test_quantized_checkpoints_build_without_a_recipe(tmp_path):
-    for name in ("modelopt", "ct"):
-        plan = decide(config_of(name, tmp_path / "out", target=TARGETS[name]))
-        assert set(plan.formats.values()) >= {"nvfp4", "bf16"}
-    recipe = default_recipe()
-    assert recipe.keeps
-    assert not replace(recipe, keeps=False).keeps
-
-
-def test_an_interrupted_build_says_the_command_that_was_given(fake, tmp_path):
-    made = config(tmp_path / "out", arch="sm110a", backend=None)
-    assert "--arch sm110a --recipe" in made.command
-    assert "--backend" not in made.command
 
 
 @pytest.mark.parametrize(
@@ -205,21 +185,3 @@ def test_a_build_on_the_board_itself_builds_the_plans_at_once(fake, tmp_path, mo
     result = build(config(tmp_path / "out", arch="sm110", backend=None))
     assert len(result.plans) == 14
     assert (result.active, result.backends, result.trial) == ("native", ("native", "tensorrt"), None)
-
-
-@pytest.mark.tensorrt
-def test_networks_of_weights_that_were_turned_back_are_those_of_checkpoint_order(built):
-    from edge_dflash.backends.tensorrt.compile import Compiler
-    from edge_dflash.backends.tensorrt.units import bundle_units
-
-    stores = [Bundle.open(built[name]) for name in (None, "tensorrt")]
-    compiler = Compiler("sm121")
-    for unit in bundle_units(stores[0].pair, stores[0].manifest.prefill_chunk).units.values():
-        a, b = (compiler.lower(unit, store) for store in stores)
-        assert a.network.num_layers == b.network.num_layers
-        for i in range(a.network.num_layers):
-            one, two = a.network.get_layer(i), b.network.get_layer(i)
-            assert (one.name, one.type) == (two.name, two.type)
-        assert len(a.net.held) == len(b.net.held)
-        for one, two in zip(a.net.held, b.net.held, strict=True):
-            assert (one.dtype, one.shape, one.tobytes()) == (two.dtype, two.shape, two.tobytes())

@@ -39,11 +39,13 @@ def test_members_of_a_group_share_the_global_scale_and_others_do_not(store):
     assert made[GATE].input_scale is None
 
 
-@pytest.mark.parametrize("form", ["nvfp4", "fp8", "bf16"])
-def test_blocks_of_rows_give_the_weight_of_the_whole(store, monkeypatch, form):
-    whole = convert(store, (GATE, UP, DOWN), dict.fromkeys(store, form), {})
+@pytest.mark.parametrize(("stored", "form"), [("", "nvfp4"), ("", "fp8"), ("", "bf16"), ("fp8", "nvfp4")])
+def test_blocks_of_rows_give_the_weight_of_the_whole(store, monkeypatch, stored, form):
+    if stored:
+        store = Store(convert(store, (GATE, UP, DOWN), dict.fromkeys(store, stored), {}))
+    whole = convert(store, (GATE, UP, DOWN), dict.fromkeys(store, form), {}, again=True)
     monkeypatch.setattr("edge_dflash.builder.convert.ROW_BLOCK", 100)  # bytes: one row, three rows
-    blocks = convert(store, (GATE, UP, DOWN), dict.fromkeys(store, form), {})
+    blocks = convert(store, (GATE, UP, DOWN), dict.fromkeys(store, form), {}, again=True)
     for name, weight in whole.items():
         for field, value in vars(weight).items():
             assert np.array_equal(value, getattr(blocks[name], field))

@@ -32,12 +32,15 @@ def refused(config, kind, *words):
 
 def test_a_plan_knows_formats_files_and_size(tmp_path):
     plan = decide(config_of("qwen3", tmp_path / "out"))
-    assert sorted(name for part in plan.parts.values() for name in part.names) == sorted(plan.formats)
-    assert plan.formats["target.lm_head"] == "nvfp4"
-    assert (plan.max_context, plan.prefill_chunk) == (1024, 256)  # what a CPU does in a tenth of a second
+    assert sorted(name for part in plan.parts.values() for name in part.names) == sorted(plan.manifest.weights)
+    assert plan.manifest.weights["target.lm_head"] == "nvfp4"
+    assert (plan.manifest.max_context, plan.manifest.prefill_chunk) == (
+        1024,
+        256,
+    )  # what a CPU does in a tenth of a second
     assert 900_000 < plan.size < 1_000_000
     wide = decide(config_of("qwen3", tmp_path / "out", recipe=recipe(tmp_path, BF16)))
-    assert wide.formats["target.lm_head"] == "tied"
+    assert wide.manifest.weights["target.lm_head"] == "tied"
     assert "target.lm_head" not in str(wide.parts)
 
 
@@ -122,7 +125,7 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path, changes, word):
 
 def test_suggested_sizes_are_lowered_to_the_model(tmp_path):
     plan = decide(config_of("qwen3", tmp_path / "out", max_context=100))
-    assert (plan.max_context, plan.prefill_chunk) == (100, 100)
+    assert (plan.manifest.max_context, plan.manifest.prefill_chunk) == (100, 100)
 
 
 def test_recipes_are_checked_against_every_weight(tmp_path):

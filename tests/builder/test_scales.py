@@ -5,7 +5,7 @@ import pytest
 from builder_support import add_scalars, add_tokenizer, config_of, copy_target, recipe
 
 from edge_dflash.builder.decide import decide
-from edge_dflash.builder.scales import BuildScales, dump_scales, load_scales
+from edge_dflash.builder.scales import Scales, dump_scales, load_scales
 from edge_dflash.builder.write import build
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BuildError
@@ -27,7 +27,7 @@ def w4a4(directory, kv="fp8"):
 
 
 def test_calibration_json_round_trip():
-    scales = BuildScales({"a.kv": (0.1, 1 / 3)}, {"b": 1e-7}, ("a.kv",), 64, "0" * 64, 1.25)
+    scales = Scales({"a.kv": (0.1, 1 / 3)}, {"b": 1e-7}, ("a.kv",), 64, "0" * 64, 1.25)
     assert load_scales(dump_scales(scales)) == scales
 
 
@@ -116,4 +116,4 @@ def test_what_a_build_says_of_templates_and_keeps_of_them(tmp_path, files, warne
     assert [warned] * (warned is not None) == [warned for text in plan.warnings if re.search(warned or "^", text)]
     kept = {path.relative_to(target).as_posix() for path in plan.tokenizer_files}
     assert kept == {"tokenizer.json", "tokenizer_config.json", *files}
-    assert set(files) <= {source.file for source in plan.sources}
+    assert set(files) <= {source.file for source in plan.manifest.sources}

@@ -102,15 +102,11 @@ def write_bundle(path: Path, weights: dict[str, Weight], pair: PairSpec = PAIR, 
 
 def write_manifest(path: Path, pair: PairSpec, **changes: object) -> Manifest:
     """The manifest of a bundle whose other files are there; ``changes`` replace its fields."""
-    drafter = pair.drafter
     manifest = Manifest(
         created_by="edge-dflash 0.0.0",
         arch="cpu",
         backend="reference",
         pair=pair,
-        block_size=drafter.block_size,
-        mask_token_id=drafter.mask_token_id,
-        target_layer_ids=drafter.target_layer_ids,
         precision=Precision("bfloat16", "fp8"),
         recipe="test",
         max_context=128,

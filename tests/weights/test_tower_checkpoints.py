@@ -52,7 +52,7 @@ def target(tmp_path):
 
 def tower_formats(target, tmp_path):
     decided = decide(BuildConfig(target, None, tmp_path / "out", max_context=64))
-    return {name: form for name, form in decided.formats.items() if name.startswith("target.visual.")}
+    return {name: form for name, form in decided.manifest.weights.items() if name.startswith("target.visual.")}
 
 
 @pytest.mark.parametrize(
