@@ -56,8 +56,7 @@ def check_space(output: Path, size: int, made: str = "*") -> None:
     staging = building_path(output) / "bundle"
     done = sum(path.stat().st_size for path in staging.rglob(made) if path.is_file()) if staging.is_dir() else 0
     place = next(parent for parent in output.absolute().parents if parent.exists())
-    state = os.statvfs(place)
-    free, needed = state.f_bavail * state.f_frsize, max(0, size - done)
+    free, needed = shutil.disk_usage(place).free, max(0, size - done)
     if free < needed:
         raise BuildError(
             f"the bundle needs {needed / 1e6:,.1f} MB more in {place}, which has {free / 1e6:,.1f} MB free; "

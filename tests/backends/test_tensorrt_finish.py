@@ -198,8 +198,8 @@ def test_a_link_to_the_bundle_stays_a_link(board, bundle, tmp_path):
 
 
 def test_a_full_disk_is_told_before_any_plan(board, bundle, monkeypatch):
-    monkeypatch.setattr(finish_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
-    with pytest.raises(BuildError, match=r"plans need about .* MB in .* 0\.0 MB free"):
+    monkeypatch.setattr(journal.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    with pytest.raises(BuildError, match=r"needs .* MB more in .* has 0\.0 MB free"):
         finish(bundle)
     assert board.made == []
 

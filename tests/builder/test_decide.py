@@ -2,6 +2,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from builder_support import BF16, GOLDEN, TARGETS, add_tokenizer, config_of, copy_target, recipe
@@ -141,10 +142,8 @@ def test_recipes_are_checked_against_every_weight(tmp_path):
 
 
 def test_a_disk_without_space_is_refused_with_the_numbers(tmp_path, monkeypatch):
-    class Small:
-        f_bavail, f_frsize = 1000, 1000
-
-    monkeypatch.setattr("edge_dflash.builder.decide.os.statvfs", lambda place: Small)
+    small = SimpleNamespace(free=1_000_000)
+    monkeypatch.setattr("edge_dflash.builder.journal.shutil.disk_usage", lambda place: small)
     output = tmp_path / "deep" / "down" / "out"
     config = replace(config_of("qwen3", output), output=output)
     with pytest.raises(BuildError, match=r"needs 2.0 MB more .* has 1.0 MB free; free some space or choose another"):
