@@ -140,7 +140,7 @@ def calibrate(
 
     rows = _EmbeddingRows(store, [op.weight for op in prefill.ops if isinstance(op, Embed)], [*ids, *block])
     precision = Precision(activations, kv=activations)
-    interpreter = Interpreter(TorchWeights(rows, cache=False), precision, row_tile=None)
+    interpreter = Interpreter(TorchWeights(rows, cache=False, row_tile=None), precision)
     memory = Memory.allocate(programs.states, len(ids) + len(block), precision, rows.kv_scale)
     interpreter.run(prefill, rows.compact(ids), memory, observer=meter)
     for start in starts:  # from the end, since a block overwrites the context rows behind its start

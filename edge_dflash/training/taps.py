@@ -77,7 +77,7 @@ class ReferenceTapper:
     def __init__(self, bundle: Bundle, *, last: bool) -> None:
         self._bundle, self._program = bundle, tap_program(bundle.pair, last=last)
         self._precision = bundle.manifest.precision
-        self._interpreter = Interpreter(TorchWeights(bundle), self._precision, row_tile=None)
+        self._interpreter = Interpreter(TorchWeights(bundle, row_tile=None), self._precision)
         states = pair_programs(bundle.pair).prefill.states
         self._states = {name: state for name, state in states.items() if not name.startswith("drafter.")}
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 
 import numpy as np
 import torch
@@ -185,6 +186,16 @@ def _magnitude_codes(a: torch.Tensor) -> torch.Tensor:
     return torch.minimum(code, (a / 2).round_().add_(4)).clamp_(max=7)
 
 
+def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """E2M1 values nearest to x, ties to the even code; float32, on its device."""
+    return torch.copysign(_magnitudes(x.device)[_magnitude_codes(x.abs()).long()], x)
+
+
+@cache
+def _magnitudes(device: torch.device) -> torch.Tensor:
+    return torch.tensor(E2M1, device=device)
+
+
 def _bf16(w: torch.Tensor) -> WideWeight:
     return WideWeight(w.to(torch.bfloat16).view(torch.uint16).numpy())
 
@@ -244,6 +255,4 @@ def quantize_activations(x: torch.Tensor, sx: float) -> torch.Tensor:
     blocks = x.reshape(x.shape[0], -1, BLOCK)
     scales = from_e4m3(to_e4m3(blocks.abs().amax(-1) / (E2M1_MAX * s))).unsqueeze(-1)
     y = blocks / torch.where(scales == 0, torch.inf, scales * s)
-    codes = _magnitude_codes(y.abs()).long()
-    magnitudes = torch.tensor(E2M1)[codes]
-    return (torch.copysign(magnitudes, blocks) * scales).view(x.shape)
+    return (nearest_e2m1(y) * scales).view(x.shape)

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from edge_dflash.backends.reference.delta import DeltaMemory, DeltaWeights, gate
 from edge_dflash.backends.reference.dense import LinearWeight
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
-from edge_dflash.model.ops import Attend, GatedDelta
+from edge_dflash.model.ops import Attend, Concat, GatedDelta, GroupedConv, Linear, Op, Remap, RmsNorm, SwiGlu
 from edge_dflash.model.program import DeltaState, KvState
 from edge_dflash.model.specs import RopeSpec, YarnScaling
 from edge_dflash.weights.quantize import quantize_activations
@@ -214,3 +215,39 @@ def test_replay_gives_the_bits_of_token_by_token(committed):
         gated_delta(op, weights, single, tuple(dense.pad(x[r : r + 1], 16) for x in inputs), 1, commits=True)
     assert torch.equal(memory.state, single.state)
     assert torch.equal(memory.history, single.history)
+
+
+class Plain:
+    """Weights as they are; see Arithmetic."""
+
+    def __init__(self, **tensors):
+        self.tensor = tensors.__getitem__
+
+    def linear(self, x, name):
+        return x @ self.tensor(name).T
+
+    silu = staticmethod(torch.nn.functional.silu)
+
+
+@pytest.mark.parametrize(
+    ("op", "widths"),
+    [
+        (Linear(inputs=("x",), output="y", weight="w"), (32,)),
+        (RmsNorm(inputs=("x",), output="y", weight="v", eps=1e-6, plus_one=True), (32,)),
+        (SwiGlu(inputs=("x", "z"), output="y"), (32, 32)),
+        (Concat(inputs=("x", "z"), output="y"), (32, 8)),
+        (Remap(inputs=("x",), output="y", weight="ids", vocab=40), (32,)),
+        (GroupedConv(inputs=("x", "c"), output="y", base="b", side=1, taps=3, group_size=8), (32, 24)),
+    ],
+)
+def test_dense_ops_take_sequences_and_blocks_of_rows_as_training_has_them(op, widths):
+    how = Plain(w=rand(24, 32), v=rand(32), ids=torch.randperm(40)[:32].float(), b=rand(2, 3, 32))
+    inputs = [rand(2, 3, 5, width, seed=width) for width in widths]
+    whole = dense.dense(op, inputs, how)
+    for place in itertools.product(range(2), range(3)):
+        torch.testing.assert_close(whole[place], dense.dense(op, [x[place] for x in inputs], how))
+
+
+def test_an_op_without_a_function_is_refused():
+    with pytest.raises(TypeError, match="no function for op Op"):
+        dense.dense(Op(inputs=("x",), output="y"), [rand(1, 1)], Plain())

@@ -11,7 +11,7 @@ from builder_support import BF16, recipe
 from golden_pairs import WALKS, directories
 from selftest_support import Damaged, backend_of, outcome, shuffled
 
-from edge_dflash.backends.reference import interpreter
+from edge_dflash.backends.reference import dense
 from edge_dflash.backends.selftest import run_selftest
 from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.reader import Bundle
@@ -70,7 +70,7 @@ def around(patch):
         dynamic = c.view(c.shape[0], 2, op.taps, -1)[:, op.side].repeat_interleave(op.group_size, dim=-1)
         return sum((base[op.side, tap] + dynamic[:, tap]) * torch.roll(u, tap, 0) for tap in range(op.taps))
 
-    patch.setattr(interpreter, "grouped_conv", conv)
+    patch.setattr(dense, "grouped_conv", conv)
 
 
 def forgetful(patch):
@@ -164,11 +164,11 @@ def test_a_drafter_that_is_damaged(bundles, name, fault):
 
 def test_convolutions_with_their_sides_exchanged(bundles, monkeypatch):
     bundle, selftest = bundles[DFLASH2]
-    conv = interpreter.grouped_conv
+    conv = dense.grouped_conv
 
     def other(op, u, c, base):
         return conv(m.replace(op, side=1 - op.side), u, c, base)
 
     assert any(isinstance(op, GroupedConv) for op in backend_of(bundle)._programs.propose.ops)
-    monkeypatch.setattr(interpreter, "grouped_conv", other)
+    monkeypatch.setattr(dense, "grouped_conv", other)
     found(outcome(bundle, selftest))

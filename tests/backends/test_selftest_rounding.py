@@ -6,7 +6,7 @@ from fakes import FakeRows
 from selftest_support import TARGET_STORES, Damaged, backend_of, outcome
 from synthetic import drafter_config, qwen3_5_config, write_drafter, write_target
 
-from edge_dflash.backends.reference import interpreter
+from edge_dflash.backends.reference import dense
 from edge_dflash.backends.selftest import run_selftest
 from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.reader import Bundle
@@ -90,7 +90,7 @@ def test_flat_logits_of_sums_in_another_order_pass(hybrid, monkeypatch):
         y = x.double() @ weight.matrix.double().T
         return (y if weight.scale is None else y * weight.scale).float()
 
-    monkeypatch.setattr(interpreter, "linear", wide)
+    monkeypatch.setattr(dense, "linear", wide)
     _, rounded = outcome(hybrid, load_selftest(hybrid))
     assert rounded.verdict == "rounding"
 

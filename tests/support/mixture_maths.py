@@ -58,9 +58,8 @@ class Mixture:
         rows, keep = torch.as_tensor(x, dtype=torch.float32), ROUNDINGS[precision]
         padded = pad(rows, padded_rows(len(rows)))
         out = experts(
-            *(self.op, padded, len(rows), TorchWeights(self), keep),
+            *(self.op, padded, len(rows), TorchWeights(self, **options), keep),
             lambda role, values: found[role].append(values.clone()),
-            **options,
         )
         return {name: torch.cat(parts) for name, parts in found.items()} | {"out": keep(out[: len(rows)])}
 

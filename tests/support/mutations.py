@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from edge_dflash.backends.reference import attention, delta, interpreter
+from edge_dflash.backends.reference import attention, delta, dense, interpreter
 from edge_dflash.backends.reference.attention import KvMemory
 from edge_dflash.backends.reference.delta import DeltaMemory
 from edge_dflash.backends.reference.interpreter import Interpreter
@@ -231,23 +231,19 @@ def block_keys_are_not_rounded(patch):
 
 def activations_share_a_scale(patch):
     """Activations are rounded to FP8 with one scale for all rows of the pass."""
-    original = interpreter.linear
+    original = dense.linear
 
     def linear(x, *args):
         scale = float(x.abs().max()) / 448 or 1.0
         return original(from_e4m3(to_e4m3(x, scale), scale), *args)
 
-    patch.setattr(interpreter, "linear", linear)
+    patch.setattr(dense, "linear", linear)
 
 
 def softmax_over_the_block(patch):
     """A row attends to the rows behind it, as with an upper-left aligned causal mask."""
-    original = attention._visible
-
-    def visible(op, position, rows, keys, padded):
-        return original(replace(op, bidirectional=True), position, rows, keys, padded)
-
-    patch.setattr(attention, "_visible", visible)
+    original = attention._mask
+    patch.setattr(attention, "_mask", lambda rule, *rest: original((True, rule[1]), *rest))
 
 
 def one_draft_too_many(patch):

@@ -50,8 +50,8 @@ def test_the_context_is_what_a_prompt_stores(name):
     reference = backend(name, FLOAT32)
     reference.prefill(ids)
     states = pair_programs(spec).propose.states
-    assert context.kv.keys() == {name for name, state in states.items() if isinstance(state, KvState)}
-    for state, (k, v) in context.kv.items():
+    assert context.keys() == {name for name, state in states.items() if isinstance(state, KvState)}
+    for state, (k, v) in context.items():
         for ours, theirs in zip((k, v), reference._lanes[0].memory.kv[state].stored, strict=True):
             assert torch.allclose(ours[0].transpose(0, 1), theirs[:PROMPT].float(), atol=2e-4)
 

@@ -56,7 +56,7 @@ class Counting:
 def test_taps_are_those_of_the_prefill_pass(bundle):
     manifest, ids = bundle.manifest, list(range(3, 40))
     backend = ReferenceBackend(bundle.pair, bundle, manifest.precision, max_context=128)
-    backend._interpreter._row_tile = None
+    backend._weights.row_tile = None
     wanted = backend._interpreter.run(pair_programs(bundle.pair).prefill, ids, backend._lanes[0].memory)
     found = ReferenceTapper(bundle, last=True).rows(ids)
     assert np.array_equal(found["taps"], wanted["taps"].bfloat16().view(torch.int16).numpy().view(np.uint16))

@@ -20,6 +20,7 @@ from edge_dflash.model.specs import RopeSpec
 from edge_dflash.weights.quantize import from_e4m3, to_e4m3
 
 KEY_TILE = 64  # absolute positions
+Table = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of rows, [..., rows, dims / 2] each
 
 
 class KvMemory:
@@ -50,7 +51,7 @@ class KvMemory:
         return k, v
 
 
-def rope_table(rope: RopeSpec, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_table(rope: RopeSpec, capacity: int) -> Table:
     """Cosine and sine [capacity, dims / 2] float32; YaRN blending after arXiv 2309.00071 when the spec has scaling."""
     dims = rope.dims
     frequency = 1.0 / rope.theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
@@ -67,11 +68,31 @@ def rope_table(rope: RopeSpec, capacity: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first ``2 * cos.shape[-1]`` dims of x [rows, heads, D] by per-row angles [rows, dims / 2]."""
+    """Rotate the first ``2 * cos.shape[-1]`` dims of x [..., rows, heads, D] by angles [..., rows, dims / 2]."""
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    cos, sin = cos[:, None, :], sin[:, None, :]
+    cos, sin = cos[..., None, :], sin[..., None, :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def turned(op: KvAppend | Attend, x: torch.Tensor, norm: torch.Tensor, table: Table) -> torch.Tensor:
+    """Queries or keys x [..., rows, heads * D], normed and rotated: [..., rows, heads, D]."""
+    x = torch.unflatten(x, -1, (-1, op.head_dim))
+    return rotate(rms_norm(x, norm, op.eps, plus_one=op.plus_one), *table)
+
+
+def visible(
+    rule: tuple[bool, int | None], queries: torch.Tensor, keys: torch.Tensor, there: torch.Tensor
+) -> torch.Tensor:
+    """Mask [..., R, S] of the keys ``there`` that rows see: positions are ``queries`` [..., R] and ``keys`` [..., S].
+
+    ``rule``: of an Attend, whether it is bidirectional, and its window.
+    """
+    bidirectional, window = rule
+    distance = queries[..., None] - keys[..., None, :]
+    if not bidirectional:
+        there = there & (distance >= 0)
+    return there if window is None else there & (distance.abs() < window)
 
 
 def store_context(
@@ -79,62 +100,41 @@ def store_context(
     k: torch.Tensor,
     v: torch.Tensor,
     k_norm: torch.Tensor,
-    table: tuple[torch.Tensor, torch.Tensor],
+    table: Table,
     memory: KvMemory,
     start: int,
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm and rotate K, store the first ``rows`` rows of K and V; returns the rows before they were rounded."""
-    shape = (-1, op.kv_heads, op.head_dim)
-    k = rms_norm(k.view(shape), k_norm, op.eps, plus_one=op.plus_one)
-    k = rotate(k, *table)[:rows]
-    v = v.view(shape)[:rows]
+    k, v = turned(op, k, k_norm, table)[:rows], torch.unflatten(v, -1, (-1, op.head_dim))[:rows]
     memory.append(start, k, v)
     return k, v
 
 
 def attend(
-    op: Attend,
-    q: torch.Tensor,
-    q_norm: torch.Tensor,
-    table: tuple[torch.Tensor, torch.Tensor],
-    memory: KvMemory,
-    start: int,
-    rows: int,
+    op: Attend, q: torch.Tensor, q_norm: torch.Tensor, table: Table, memory: KvMemory, start: int, rows: int
 ) -> torch.Tensor:
     """Attention of q [R, Hq*D or Hq*2*D] over the stored keys 0..start+rows-1. Returns [R, Hq*D] float32."""
     gate = None
     if op.gated:  # per head: D query values, then D gate values
         both = q.view(-1, op.heads, 2, op.head_dim)
-        q, gate = both[:, :, 0].contiguous(), both[:, :, 1].reshape(-1, op.heads * op.head_dim)
-    q = rotate(rms_norm(q.view(-1, op.heads, op.head_dim), q_norm, op.eps, plus_one=op.plus_one), *table)
+        q, gate = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
+    q = turned(op, q, q_norm, table)
     keys = start + rows
     k, v = memory.read(-(-keys // KEY_TILE) * KEY_TILE)
     tiles = []
     for first in range(0, q.shape[0], ROW_TILE):
-        visible = _visible(op, start + first, rows - first, keys, k.shape[0])
-        tiles.append(_tile(q[first : first + ROW_TILE], k, v, visible))
-    out = torch.cat(tiles).view(-1, op.heads * op.head_dim)
+        mask = _mask((op.bidirectional, op.window), start + first, rows - first, keys, k.shape[0])
+        tiles.append(_tile(q[first : first + ROW_TILE], k, v, mask))
+    out = torch.cat(tiles).flatten(1)
     return out if gate is None else out * sigmoid(gate)
 
 
-def _visible(op: Attend, position: int, rows: int, keys: int, padded_keys: int) -> torch.Tensor:
-    """Mask [ROW_TILE, padded_keys]; padding rows see what the last valid row sees, so that they stay finite."""
-    return _mask(op.bidirectional, op.window, position, rows, keys, padded_keys)
-
-
 @lru_cache(maxsize=4)  # the layers of a pass have few
-def _mask(
-    bidirectional: bool, window: int | None, position: int, rows: int, keys: int, padded_keys: int
-) -> torch.Tensor:
-    row = torch.arange(ROW_TILE).clamp(max=max(rows - 1, 0))
-    distance = (position + row)[:, None] - torch.arange(padded_keys)[None, :]  # query position - key position
-    visible = (torch.arange(padded_keys) < keys).expand(ROW_TILE, padded_keys)
-    if not bidirectional:
-        visible = visible & (distance >= 0)
-    if window is not None:
-        visible = visible & (distance.abs() < window)
-    return visible
+def _mask(rule: tuple[bool, int | None], position: int, rows: int, keys: int, padded_keys: int) -> torch.Tensor:
+    """Mask [ROW_TILE, padded_keys]; padding rows see what the last valid row sees, so that they stay finite."""
+    row, places = torch.arange(ROW_TILE).clamp(max=max(rows - 1, 0)), torch.arange(padded_keys)
+    return visible(rule, position + row, places, (places < keys).expand(ROW_TILE, padded_keys))
 
 
 def _tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from edge_dflash.backends.reference.dense import ROW_TILE, TorchWeights, linear, pointwise, sigmoid, silu
+from edge_dflash.backends.reference.dense import ROW_TILE, TorchWeights, pointwise, sigmoid, silu
 from edge_dflash.model.ops import Experts
 
 Round = Callable[[torch.Tensor], torch.Tensor]
@@ -20,17 +20,16 @@ def experts(
     weights: TorchWeights,
     rounded: Round,
     note: Notes = lambda *_: None,
-    row_tile: int | None = ROW_TILE,
 ) -> torch.Tensor:
     """The op on x [R, H], of which ``rows`` rows count; unrounded float32.
 
-    ``row_tile`` None computes each expert once, on the rows that chose it: row invariance is given up.
+    Without a row tile of ``weights`` each expert is computed once, on the rows that chose it.
 
     ``rounded``: to what activations are kept in. ``note`` is told "router_logits" [T, E], "experts" [T, k] by
     descending probability, "weights" [T, k] of them and "routed" [T, H], for each tile.
     """
-    if row_tile is None:
-        return _tile(op, x, rows, weights, rounded, note, row_tile)
+    if weights.row_tile is None:
+        return _tile(op, x, rows, weights, rounded, note)
     tiles = []
     for first in range(0, x.shape[0], ROW_TILE):
         tile, valid = x[first : first + ROW_TILE], min(max(rows - first, 0), ROW_TILE)
@@ -53,39 +52,29 @@ def choose(op: Experts, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return chosen, w
 
 
-def _tile(
-    op: Experts,
-    x: torch.Tensor,
-    valid: int,
-    weights: TorchWeights,
-    rounded: Round,
-    note: Notes,
-    row_tile: int | None = ROW_TILE,
-) -> torch.Tensor:
-    z = rounded(linear(x, weights.linear(op.router), row_tile))
+def _tile(op: Experts, x: torch.Tensor, valid: int, weights: TorchWeights, rounded: Round, note: Notes) -> torch.Tensor:
+    z = rounded(weights.linear(x, op.router))
     chosen, w = choose(op, z)
     y = torch.zeros_like(x)
     for index in sorted(set(chosen[:valid].flatten().tolist())):
         mine = chosen == index
         share = (w * mine).sum(-1, keepdim=True)  # one of them is not zero
         names = op.gates[index], op.ups[index], op.downs[index]
-        if row_tile is None:
+        if weights.row_tile is None:
             some = mine.any(-1)
-            y[some] += share[some] * _mlp(x[some], names, weights, rounded, None)
+            y[some] += share[some] * _mlp(x[some], names, weights, rounded)
             continue
-        part = _mlp(x, names, weights, rounded, row_tile)
+        part = _mlp(x, names, weights, rounded)
         y = torch.where(mine.any(-1, keepdim=True), y + share * part, y)
     for role, values in (("router_logits", z), ("experts", chosen), ("weights", w), ("routed", y)):
         note(role, values[:valid])
     if op.shared is not None:
-        judged = sigmoid(rounded(linear(x, weights.linear(op.shared.judge), row_tile)))
-        y = y + judged * _mlp(x, (op.shared.gate, op.shared.up, op.shared.down), weights, rounded, row_tile)
+        judged = sigmoid(rounded(weights.linear(x, op.shared.judge)))
+        y = y + judged * _mlp(x, (op.shared.gate, op.shared.up, op.shared.down), weights, rounded)
     return y
 
 
-def _mlp(
-    x: torch.Tensor, names: tuple[str, str, str], weights: TorchWeights, rounded: Round, row_tile: int | None
-) -> torch.Tensor:
+def _mlp(x: torch.Tensor, names: tuple[str, str, str], weights: TorchWeights, rounded: Round) -> torch.Tensor:
     gate, up, down = names
-    g, u = (rounded(linear(x, weights.linear(name), row_tile)) for name in (gate, up))
-    return linear(rounded(silu(g) * u), weights.linear(down), row_tile)
+    g, u = rounded(weights.linear(x, gate)), rounded(weights.linear(x, up))
+    return weights.linear(rounded(silu(g) * u), down)

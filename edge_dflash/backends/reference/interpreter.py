@@ -10,39 +10,13 @@ import torch
 
 from edge_dflash.backends.reference.attention import KvMemory, attend, rope_table, store_context
 from edge_dflash.backends.reference.delta import DeltaMemory, DeltaWeights, gated_delta
-from edge_dflash.backends.reference.dense import (
-    ROW_TILE,
-    TorchWeights,
-    grouped_conv,
-    linear,
-    pad,
-    padded_rows,
-    remap,
-    rms_norm,
-    silu,
-)
+from edge_dflash.backends.reference.dense import ROW_TILE, TorchWeights, dense, pad, padded_rows
 from edge_dflash.backends.reference.experts import Notes, experts
-from edge_dflash.backends.reference.sight import picture_table, with_pictures
+from edge_dflash.backends.reference.tower import picture_table, with_pictures
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.pictured import Sight
 from edge_dflash.errors import BackendError
-from edge_dflash.model.ops import (
-    Add,
-    Attend,
-    Concat,
-    Embed,
-    Experts,
-    GatedDelta,
-    GroupedConv,
-    KvAppend,
-    Linear,
-    Op,
-    Remap,
-    RmsNorm,
-    SelectRows,
-    SwiGlu,
-    Walk,
-)
+from edge_dflash.model.ops import Attend, Concat, Embed, Experts, GatedDelta, KvAppend, Linear, Op, SelectRows
 from edge_dflash.model.program import KvState, Program, State
 from edge_dflash.model.specs import RopeSpec
 from edge_dflash.weights.formats import KV_BYTES
@@ -119,15 +93,10 @@ class _Pass:
 
 
 class Interpreter:
-    """Runs Programs over one set of weights.
+    """Runs Programs over one set of weights."""
 
-    ``row_tile`` None multiplies all rows at once: faster on long passes, but a row's last bits then depend on how
-    many rows there are (used for calibration, never for decoding).
-    """
-
-    def __init__(self, weights: TorchWeights, precision: Precision, *, row_tile: int | None = ROW_TILE) -> None:
+    def __init__(self, weights: TorchWeights, precision: Precision) -> None:
         self._weights = weights
-        self._row_tile = row_tile
         self._drops: dict[tuple[int, tuple[str, ...]], tuple[Program, dict[int, list[str]]]] = {}
         self._round = precision.activations == "bfloat16"
 
@@ -191,34 +160,17 @@ class Interpreter:
         match op:
             case Embed():
                 return with_pictures(weights.tensor(op.weight)[inputs[0]], run.sight), rows
-            case Linear():
-                return linear(inputs[0], weights.linear(op.weight), self._row_tile), rows
-            case RmsNorm():
-                return rms_norm(inputs[0], weights.tensor(op.weight), op.eps, plus_one=op.plus_one), rows
-            case Add():
-                return inputs[0] + inputs[1], rows
-            case SwiGlu():
-                return silu(inputs[0]) * inputs[1], rows
-            case Concat():
-                return torch.cat(inputs, dim=-1), rows
             case SelectRows():
                 first, last = (rows - 1, rows) if op.which == "last" else (1, rows)
                 return pad(inputs[0][first:last], padded_rows(last - first)), last - first
-            case Remap():
-                return remap(op, inputs[0], weights.tensor(op.weight)), rows
-            case GroupedConv():
-                return grouped_conv(op, inputs[0], inputs[1], weights.tensor(op.base)), rows
             case Experts():
-                notes = self._notes(op, observer)
-                return experts(op, inputs[0], rows, weights, self._kept, notes, self._row_tile), rows
-            case Walk():  # its tokens are chosen when it is known how
-                return inputs[0].new_zeros(inputs[0].shape[0], 0), rows
+                return experts(op, inputs[0], rows, weights, self._kept, self._notes(op, observer)), rows
             case KvAppend() | Attend():
                 return self._attention(op, inputs, rows, run, memory, observer), rows
             case GatedDelta():
                 return self._gated_delta(op, inputs, rows, run, memory), rows
             case _:
-                raise TypeError(f"the reference backend has no function for op {type(op).__name__}")
+                return dense(op, inputs, weights), rows
 
     def _attention(
         self,

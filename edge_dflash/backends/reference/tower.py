@@ -1,11 +1,11 @@
-"""A vision tower's pass in torch: one function per op. The reference for every other backend's tower.
+"""A vision tower's pass in torch, and what a pass of the language model does with its rows and their positions.
 
 A pass holds the patches of one picture and nothing else, so that its rows depend on the picture alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +13,13 @@ import numpy.typing as npt
 import torch
 
 from edge_dflash.backends.reference.attention import rotate
-from edge_dflash.backends.reference.dense import ROW_TILE, TorchWeights, linear, pad, padded_rows, pointwise
+from edge_dflash.backends.reference.dense import TorchWeights, dense
 from edge_dflash.decode.backend import Precision
-from edge_dflash.decode.pictured import Picture
+from edge_dflash.decode.pictured import Picture, Sight
 from edge_dflash.errors import BackendError
-from edge_dflash.model.ops import Add, Bias, Fold, FrameAttend, GeluErf, GeluTanh, LayerNorm, Linear, Op, PositionRows
+from edge_dflash.model.ops import FrameAttend, Op
 from edge_dflash.model.program import Program
-from edge_dflash.model.specs import VisionSpec
+from edge_dflash.model.specs import RopeSpec, VisionSpec
 from edge_dflash.model.vision import patch_tables
 
 
@@ -69,37 +69,14 @@ class TorchTower:
         tensors = {"patches": self._kept(values)}
         tensors |= {name: torch.from_numpy(table) for name, table in vars(tables).items()}
         for op in self._program.ops:
-            tensors[op.output] = self._kept(self._execute(op, tensors))
+            tensors[op.output] = self._kept(self._execute(op, [tensors[name] for name in op.inputs]))
         return {role: tensors[name] for role, name in self._program.outputs.items()}
 
     def _kept(self, value: torch.Tensor) -> torch.Tensor:
         return value.bfloat16().float() if self._round else value
 
-    def _execute(self, op: Op, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        x, *others = (tensors[name] for name in op.inputs)
-        tensor = self._weights.tensor
-        match op:
-            case Linear():
-                rows = x.shape[0]
-                return linear(pad(x, padded_rows(rows)), self._weights.linear(op.weight), ROW_TILE)[:rows]
-            case Bias():
-                return x + tensor(op.weight)
-            case Add():
-                return x + others[0]
-            case LayerNorm():
-                return layer_norm(x, tensor(op.weight), tensor(op.bias), op.eps)
-            case GeluTanh():
-                return pointwise(lambda part: torch.nn.functional.gelu(part, approximate="tanh"), x)
-            case GeluErf():
-                return pointwise(torch.nn.functional.gelu, x)
-            case PositionRows():
-                return position_rows(x, others[0], tensor(op.weight))
-            case FrameAttend():
-                return self._attend(op, x, *others)
-            case Fold():
-                return x.reshape(x.shape[0] // op.count, -1)
-            case _:
-                raise TypeError(f"the reference backend has no function for op {type(op).__name__} of a tower")
+    def _execute(self, op: Op, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._attend(op, *inputs) if isinstance(op, FrameAttend) else dense(op, inputs, self._weights)
 
     def _attend(self, op: FrameAttend, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         q, k, v = qkv.view(-1, 3, op.heads, op.head_dim).unbind(1)
@@ -108,15 +85,23 @@ class TorchTower:
         return (scores.softmax(-1) @ v.transpose(0, 1)).transpose(0, 1).flatten(1)
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """LayerNorm over the last dimension, unrounded float32."""
-    away = x - x.mean(-1, keepdim=True)
-    return away * torch.rsqrt(away.square().mean(-1, keepdim=True) + eps) * weight + bias
+def with_pictures(x: torch.Tensor, sight: Sight | None) -> torch.Tensor:
+    """Embeddings x [rows, H], in which rows of pictures replace those of their placeholders."""
+    for one in sight.rows if sight is not None else ():
+        assert isinstance(one.seen, TorchSeen)
+        x[one.row : one.row + one.count] = one.seen.rows[one.first : one.first + one.count]
+    return x
 
 
-def position_rows(corners: torch.Tensor, shares: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Weighted sum of four rows of the table for each patch, unrounded float32."""
-    y = torch.zeros(corners.shape[0], table.shape[1])
-    for corner, share in zip(corners.long().unbind(1), shares.unbind(1), strict=True):
-        y = y + share[:, None] * table[corner]
-    return y
+def picture_table(rope: RopeSpec, table: torch.Tensor, positions: npt.NDArray[np.int32]) -> torch.Tensor:
+    """Of a table [positions, pairs], the values [rows, pairs] of rows with three positions [3, rows].
+
+    Interleaved: pair j takes the height if j % 3 is 1 and the width if it is 2, as far as their sections reach, else
+    the time (transformers' ``apply_interleaved_mrope``). Equal positions give the row of the table itself.
+    """
+    assert rope.mrope_section is not None
+    pairs = table.shape[1]
+    axes = torch.zeros(pairs, dtype=torch.long)
+    for axis in (1, 2):
+        axes[axis : 3 * rope.mrope_section[axis] : 3] = axis
+    return table[torch.from_numpy(positions).long()[axes].T, torch.arange(pairs)]
