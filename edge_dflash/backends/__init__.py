@@ -77,7 +77,7 @@ def _device(bundle: Bundle, name: str, pair: PairSpec, lanes: int) -> Backend:
         )
     dense: Dense | None = None  # the native backend's own launches
     if name == "tensorrt":
-        from edge_dflash.backends.tensorrt.backend import bundle_ops
+        from edge_dflash.backends.cuda.tensorrt.dense import bundle_ops
 
         if pair != bundle.pair:
             raise BackendError(

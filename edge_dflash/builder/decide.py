@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import compiler_version, kernels_digest
-from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX
+from edge_dflash.backends.cuda.tensorrt.flavours import TENSORRT_RTX
 from edge_dflash.board.archs import ARCHS_OF, BACKENDS, Arch, ordered
 from edge_dflash.board.profiles import largest_board, named_arch
 from edge_dflash.builder.card import DrafterCard, read_card

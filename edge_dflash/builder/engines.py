@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from edge_dflash.backends.cuda.compile import compiler_version
 from edge_dflash.backends.cuda.support import device_sm
-from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX, Flavour, flavour_of, load, version
-from edge_dflash.backends.tensorrt.units import Unit, bundle_units, engine_units
+from edge_dflash.backends.cuda.tensorrt.flavours import TENSORRT_RTX, Flavour, flavour_of, load, version
+from edge_dflash.backends.cuda.tensorrt.units import Unit, bundle_units, engine_units
 from edge_dflash.board.archs import find_arch
 from edge_dflash.board.linux import read_memory
 from edge_dflash.builder.journal import WorkDir
@@ -33,7 +33,7 @@ from edge_dflash.weights.recipe import Recipe
 from edge_dflash.weights.safetensors import forget_pages
 
 if TYPE_CHECKING:
-    from edge_dflash.backends.tensorrt.compile import Compiler
+    from edge_dflash.backends.cuda.tensorrt.compile import Compiler
 
 TIMING_CACHE = "timing.cache"  # in the working directory
 AT_ONCE = 4  # most engines in work
@@ -51,11 +51,11 @@ def decide_engines(
     """
     compiler_version()
     from edge_dflash.backends.cuda.support import narrowed  # the bindings of CUDA, only here
-    from edge_dflash.backends.tensorrt.backend import check_engines
+    from edge_dflash.backends.cuda.tensorrt.dense import check_engines
 
     flavour = flavour_of(arch)
     check_engines(pair, formats, arch, recipe.kv_format)
-    names = tuple(sorted(bundle_engines(pair, chunk)))
+    names = tuple(sorted(bundle_engines(pair, formats, chunk)))
     found = _builder_version(arch, flavour)
     engines = EngineFiles(
         "tensorrt_rtx" if flavour is TENSORRT_RTX else "tensorrt", found, names, () if found is not None else names
@@ -76,9 +76,9 @@ def expanded_weights(recipe: Recipe, pair: PairSpec, formats: Mapping[str, Weigh
     )
 
 
-def bundle_engines(pair: PairSpec, chunk: int) -> Mapping[str, Unit]:
+def bundle_engines(pair: PairSpec, formats: Mapping[str, WeightFormat], chunk: int) -> Mapping[str, Unit]:
     """What each engine of a bundle computes, by its file."""
-    return engine_units(bundle_units(pair, chunk).units)
+    return engine_units(bundle_units(pair, formats, chunk).units)
 
 
 def _builder_version(arch: str, flavour: Flavour) -> str | None:
@@ -123,7 +123,8 @@ def build_engines(bundle: Bundle, directory: WorkDir, share: Callable[[int, int]
 
     Raises BackendError and BuildError naming engine, op and tensor; engines that are there by then are kept.
     """
-    arch, units = bundle.manifest.arch, bundle_engines(bundle.pair, bundle.manifest.prefill_chunk)
+    manifest, arch = bundle.manifest, bundle.manifest.arch
+    units = bundle_engines(manifest.pair, manifest.weights, manifest.prefill_chunk)
     files = {name: entry for name in units if (entry := directory.reuse(name)) is not None}
     wanted = {name: unit for name, unit in units.items() if name not in files}
     if not wanted:
@@ -157,7 +158,7 @@ class _Engines:
     """Engines in work: what the threads share."""
 
     def __init__(self, arch: str, store: WeightStore, directory: WorkDir, count: int, shares: dict[str, float]) -> None:
-        from edge_dflash.backends.tensorrt.compile import Compiler  # the bindings of CUDA, only here
+        from edge_dflash.backends.cuda.tensorrt.compile import Compiler  # the bindings of CUDA, only here
 
         self._store, self._directory, self._shares = store, directory, shares
         self._cache = directory.root / TIMING_CACHE

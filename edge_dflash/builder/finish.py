@@ -27,7 +27,7 @@ import numpy as np
 from edge_dflash.backends import load, selftest
 from edge_dflash.backends.cuda.compile import kernels_digest
 from edge_dflash.backends.cuda.support import device_facts
-from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX
+from edge_dflash.backends.cuda.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from edge_dflash.builder.engines import build_engines, bundle_engines, check_device, checked_version
 from edge_dflash.builder.journal import WorkDir, check_space, recover, sync_path
 from edge_dflash.bundle.manifest import MANIFEST, EngineFiles, Manifest, Trial, dump_manifest
@@ -212,7 +212,7 @@ def _finish(
     bundle = Bundle.open(path, progress=stage.share)
     stage.finish()
     others = {name: entry for name, entry in manifest.files.items() if name not in engines.names}
-    if bundle_engines(manifest.pair, manifest.prefill_chunk).keys() != set(engines.names):
+    if bundle_engines(manifest.pair, manifest.weights, manifest.prefill_chunk).keys() != set(engines.names):
         raise BuildError(f"{path} names other plans than this version makes; build the bundle again")
     fingerprint = {
         "bundle": hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest(),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import bundled, compile_cubin
 from edge_dflash.backends.cuda.kernels.tower import UNIT as TOWER_UNIT
-from edge_dflash.backends.tensorrt.units import STATE_UNITS
+from edge_dflash.backends.cuda.tensorrt.units import STATE_UNITS
 from edge_dflash.builder.card import card_warning, check_bundle
 from edge_dflash.builder.convert import one_thread, weight_tensors
 from edge_dflash.builder.decide import BuildConfig, Decisions, decide

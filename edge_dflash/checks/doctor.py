@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 from edge_dflash.backends.cuda.compile import kernels_digest
 from edge_dflash.backends.cuda.support import DeviceFacts, device_facts
-from edge_dflash.backends.tensorrt.flavours import FLAVOURS, TENSORRT, TENSORRT_RTX
+from edge_dflash.backends.cuda.tensorrt.flavours import FLAVOURS, TENSORRT, TENSORRT_RTX
 from edge_dflash.board.archs import ARCHS_OF, arch_of_sm, find_arch
 from edge_dflash.board.linux import drop_page_cache
 from edge_dflash.board.profiles import BoardProfile, JetPackVersion, load_board, match_board

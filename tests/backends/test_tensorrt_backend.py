@@ -17,23 +17,21 @@ from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.kernels.tower import UNIT as TOWER_UNIT
 from edge_dflash.backends.cuda.kernels.tower import most_patches
 from edge_dflash.backends.cuda.measured import profile
-from edge_dflash.backends.cuda.steps import Last, State
-from edge_dflash.backends.tensorrt import runtime
-from edge_dflash.backends.tensorrt.backend import EngineOps, check_engines
-from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX
-from edge_dflash.backends.tensorrt.runs import RunEngine, engine_pass
-from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, STATE_UNITS, TOWER, Run, bundle_units, tower_unit
+from edge_dflash.backends.cuda.steps import Convolve, Draft, Gather, Last, Mix, State
+from edge_dflash.backends.cuda.tensorrt import runtime
+from edge_dflash.backends.cuda.tensorrt.dense import EngineOps, address, check_engines
+from edge_dflash.backends.cuda.tensorrt.flavours import TENSORRT, TENSORRT_RTX
+from edge_dflash.backends.cuda.tensorrt.units import HEAD, STATE_UNITS, TOWER, RunEngine, bundle_units, tower_unit
 from edge_dflash.builder.decide import _backends, choose
 from edge_dflash.decode.backend import Asked, Backend, Precision
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.ops import Experts, GroupedConv, Walk
 from edge_dflash.model.specs import GroupedConvSpec, MarkovSpec, SelectorSpec
 from edge_dflash.model.vision import patch_tables
 from edge_dflash.weights.recipe import default_recipe
 
 CONTEXT, CHUNK, STATE = 128, 16, Precision("bfloat16", "fp8")
-UNITS = bundle_units(NATIVE_PAIR, CHUNK)
+UNITS = bundle_units(NATIVE_PAIR, formats_of(), CHUNK)
 BLOCK = NATIVE_PAIR.drafter.block_size
 ROWS = {"prefill": CHUNK, "verify": BLOCK, "propose": BLOCK}
 WALKING = {
@@ -43,6 +41,25 @@ WALKING = {
     "anchor": {"kind": "dspark", "anchor_drafts": True},
 }
 KERNELS = {"Attend": "attend_prepare_fp8", "KvAppend": "attend_append_fp8", "GatedDelta": "delta_prepare"}
+
+
+def units_of(pair):
+    return bundle_units(pair, formats_of(pair=pair), CHUNK)
+
+
+def named(steps, kinds):
+    """What a graph is asked for, of engines and of some kinds of our kernels: names of calls by the step's type."""
+    for step in steps:
+        if isinstance(step, RunEngine):
+            yield step.key
+        elif type(step) in kinds:
+            found = kinds[type(step)]
+            yield from found(step) if callable(found) else found
+
+
+def called(graph):
+    """Names of a graph's calls, of plans their keys."""
+    return [call.key if name == "plan" else name for name, call in graph.calls]
 
 
 class PlannedGpu(ControlGpu):
@@ -65,7 +82,7 @@ def load(
     trt = trt or FakeTensorrt(gpu, rtx=flavour is TENSORRT_RTX)
     patch.setattr(native_backend, "Gpu", lambda: gpu)
     patch.setattr(runtime, "load", lambda flavour: trt)
-    files, formats = write_plans(folder, bundle_units(pair, CHUNK).units, **changes), formats_of(pair=pair)
+    files, formats = write_plans(folder, units_of(pair).units, **changes), formats_of(pair=pair)
     weights = StoreWeights(random_store(formats, pair), formats)
     backend = NativeBackend(
         pair,
@@ -107,15 +124,9 @@ def test_convolutions_and_the_walk_are_our_kernels_in_the_cycles_graph(monkeypat
     shapes = {(context.key, shape[0]) for context in trt.contexts for shape in context.shapes.values()}
     assert {count for key, count in shapes if key.startswith("drafter-")} == {block}
     assert {count for key, count in shapes if key == HEAD} == {rows}
-    calls = [a.key if name == "plan" else name for name, a in backend.graphs[1].cycles.greedy.of(rows).calls]
-    passes, wanted = bundle_units(made, CHUNK).passes, []
-    for step in (*passes["propose"], *passes["verify"]):
-        if isinstance(step, Run) and step.key != EMBEDDING:
-            wanted.append(step.key)
-        elif isinstance(step, GroupedConv):
-            wanted.append("conv_rows")
-        elif isinstance(step, Walk):
-            wanted += ["walk_rows"] * (block if kind == "gated" else 1)
+    calls = called(backend.graphs[1].cycles.greedy.of(rows))
+    kinds = {Convolve: ["conv_rows"], Draft: ["walk_rows"] * (block if kind == "gated" else 1)}
+    wanted = [name for which in ("propose", "verify") for name in named(units_of(made).schedules[which].steps, kinds)]
     assert ("conv_rows" in wanted, "walk_rows" in wanted) == (kind == "dflash2", kind != "anchor")
     assert [name for name in calls if name in {*wanted}] == wanted
     backend.prefill([1] * 5)
@@ -136,23 +147,15 @@ MIXTURE = ("experts_route", "experts_choose", "experts_up_nvfp4", "experts_down_
 def test_mixtures_are_our_kernels_between_plans_in_the_cycles_graph(monkeypatch, tmp_path):
     check_engines(MIXED, formats_of(pair=MIXED), "sm121")
     backend, _, _ = load(monkeypatch, tmp_path, pair=MIXED)
-    calls = [
-        a.key if name == "plan" else name for name, a in backend.graphs[1].cycles.greedy.of(MIXED.verify_rows).calls
-    ]
-    wanted = []
-    for step in (*bundle_units(MIXED, CHUNK).passes["propose"], *bundle_units(MIXED, CHUNK).passes["verify"]):
-        if isinstance(step, Run) and step.key != EMBEDDING:
-            wanted.append(step.key)
-        elif isinstance(step, Experts):
-            wanted += MIXTURE
+    calls, units = called(backend.graphs[1].cycles.greedy.of(MIXED.verify_rows)), units_of(MIXED)
+    kinds = {Mix: MIXTURE}
+    wanted = [name for which in ("propose", "verify") for name in named(units.schedules[which].steps, kinds)]
     found = [name.rsplit("_", 1)[0] if name.startswith(("experts_up", "experts_down")) else name for name in calls]
     assert [name for name in found if name in {*wanted}] == wanted
     assert found.count("experts_route") == MIXED.target.num_layers
     assert backend.loaded.mixtures.layers == MIXED.target.num_layers
     assert backend.loaded.memory.bytes["experts"] > 0
-    assert {b.name for unit in bundle_units(MIXED, CHUNK).units.values() for b in unit.outputs} >= {
-        "target.layers.0.mlp_in"
-    }
+    assert "target.layers.0.mlp_in" in {b.name for unit in units.units.values() for b in unit.outputs}
 
 
 def test_a_bundle_of_plans_alone_with_experts_is_refused():
@@ -162,13 +165,13 @@ def test_a_bundle_of_plans_alone_with_experts_is_refused():
 
 
 def runs_of(which):
-    return [step for step in UNITS.passes[which] if isinstance(step, Run) and step.key != EMBEDDING]
+    return [step for step in UNITS.schedules[which].steps if isinstance(step, RunEngine)]
 
 
 @pytest.mark.parametrize("flavour", [TENSORRT, TENSORRT_RTX], ids=lambda flavour: flavour.module)
 def test_each_plan_is_loaded_once_and_has_a_context_for_each_use(monkeypatch, tmp_path, flavour):
     _, _, trt = load(monkeypatch, tmp_path, flavour=flavour)
-    assert sorted(trt.loaded) == sorted(key for key in UNITS.units if key != EMBEDDING)
+    assert sorted(trt.loaded) == sorted(UNITS.units)
     assert [c.key for c in trt.contexts] == [run.key for which in ROWS for run in runs_of(which)]
     assert len(trt.caches) == (flavour is TENSORRT_RTX)
 
@@ -177,7 +180,7 @@ def test_pages_of_plans_are_given_back_when_they_are_loaded(monkeypatch, tmp_pat
     given = []
     monkeypatch.setattr(runtime.os, "posix_fadvise", lambda fd, *range_and_advice: given.append(range_and_advice))
     load(monkeypatch, tmp_path)
-    assert given == [(0, 0, runtime.os.POSIX_FADV_DONTNEED)] * (len(UNITS.units) - 1)
+    assert given == [(0, 0, runtime.os.POSIX_FADV_DONTNEED)] * len(UNITS.units)
 
 
 def test_contexts_share_one_scratch_block_of_the_largest_need(loaded):
@@ -197,17 +200,19 @@ def test_shapes_profiles_and_addresses_are_those_of_the_pass(loaded):
     buffers = backend.loaded.common.buffers
     contexts = iter(trt.contexts)
     for which, rows in ROWS.items():
-        each = engine_pass(UNITS, which, rows)
+        each = backend.loaded.passes[which]
         places = {
             "arena": buffers.arena.address,
             "logits": buffers.logits.pointer.address,
             "choices": (buffers.drafts if which == "propose" else buffers.choices).address,
         }
-        for step in (s for s in each.schedule.steps if isinstance(s, RunEngine) and s.run.key != EMBEDDING):
-            context, bound, unit = next(contexts), each.bound(step), UNITS.units[step.run.key]
-            assert (context.key, context.profile) == (bound.key, bound.profile)
-            assert context.addresses == {n: places[a.buffer] + a.offset for n, a in bound.addresses}
-            count = BLOCK if step.run.key == HEAD else rows
+        for step in runs_of(which):
+            context, unit = next(contexts), UNITS.units[step.key]
+            assert (context.key, context.profile) == (step.key, step.profile)
+            for own, tensor in (*step.inputs, *step.outputs):
+                buffer, offset = address(each.schedule, each.places, tensor)
+                assert context.addresses[own] == places[buffer] + offset
+            count = BLOCK if step.key == HEAD else rows
             assert context.shapes == {b.name: (count, b.columns) for b in unit.inputs}
     assert next(contexts, None) is None
 
@@ -225,19 +230,9 @@ def test_every_context_runs_once_before_anything_is_captured(monkeypatch, tmp_pa
 def test_a_graph_holds_embedding_plans_and_state_kernels_in_the_order_of_the_schedule(loaded, which):
     backend, _, _ = loaded
     graph = backend.alone.prefill if which == "prefill" else getattr(backend.graphs[1], which)
-    calls = (graph.of(1) if which == "verify" else graph).calls
-    found = [call.key if name == "plan" else name for name, call in calls]
-    wanted = []
-    for step in engine_pass(UNITS, which, ROWS[which]).schedule.steps:
-        match step:
-            case RunEngine():
-                wanted.append("gather_rows" if step.run.key == EMBEDDING else step.run.key)
-            case State():
-                wanted.append(KERNELS[type(step.op).__name__])
-            case Last():
-                wanted.append("last_row")
-    marks = {*wanted}
-    assert [name for name in found if name in marks] == wanted
+    kinds = {Gather: ["gather_rows"], State: lambda step: [KERNELS[type(step.op).__name__]], Last: ["last_row"]}
+    wanted = list(named(UNITS.schedules[which].steps, kinds))
+    assert [name for name in called(graph.of(1) if which == "verify" else graph) if name in {*wanted}] == wanted
 
 
 def graphs_of(backend):
@@ -446,16 +441,14 @@ def test_what_the_towers_plan_does_not_take_is_said(monkeypatch, tmp_path):
 
 
 def test_a_bundle_without_the_towers_plan_is_built_again(monkeypatch, tmp_path):
-    right = bundle_units
-    monkeypatch.setitem(globals(), "bundle_units", lambda pair, chunk: replace(right(pair, chunk), units=UNITS.units))
+    monkeypatch.setitem(globals(), "units_of", lambda pair: UNITS)
     with pytest.raises(BackendError, match=r"plans/vision\.plan is missing; build the bundle again"):
         load(monkeypatch, tmp_path, pair=SIGHTED)
 
 
 def test_a_tower_has_no_other_engine_in_its_passes():
-    units = bundle_units(SIGHTED, CHUNK)
+    units = units_of(SIGHTED)
     assert units.units.keys() == UNITS.units.keys() | {TOWER}
-    assert TOWER not in bundle_units(NATIVE_PAIR, CHUNK).units
     unit = units.units[TOWER]
     assert [(b.name, b.dtype) for b in unit.inputs] == [
         *(("patches", "bf16"), ("corners", "int32"), ("shares", "f32"), ("cos", "f32"), ("sin", "f32"))

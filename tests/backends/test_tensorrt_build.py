@@ -9,7 +9,7 @@ from native_support import fake_cubin
 from tensorrt_build_support import VERSION, FakeCompiler, config, fake, fake_tools, install, on
 from tensorrt_support import units
 
-from edge_dflash.backends.tensorrt.units import EMBEDDING, STATE_UNITS
+from edge_dflash.backends.cuda.tensorrt.units import STATE_UNITS
 from edge_dflash.builder import engines as engines_module
 from edge_dflash.builder.write import build
 from edge_dflash.bundle import parts
@@ -20,7 +20,7 @@ from edge_dflash.errors import BackendError, BuildError, BundleError, RecipeErro
 from edge_dflash.model.vision import TOWER
 
 __all__ = ["fake"]
-KEYS = sorted(key for key in units("demo").units if key != EMBEDDING)
+KEYS = sorted(units("demo").units)
 NAMES = tuple(f"plans/{key}.plan" for key in KEYS)
 
 
@@ -284,7 +284,7 @@ def test_what_tensorrt_expands_on_every_run_is_warned_about(built, fake, tmp_pat
 def test_the_fake_and_the_compiler_have_one_face():
     from inspect import signature
 
-    from edge_dflash.backends.tensorrt.compile import Compiler
+    from edge_dflash.backends.cuda.tensorrt.compile import Compiler
 
     for name in ("__init__", "lower", "build"):
         assert list(signature(getattr(Compiler, name)).parameters) == list(

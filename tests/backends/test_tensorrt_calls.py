@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX, load
+from edge_dflash.backends.cuda.tensorrt.flavours import TENSORRT, TENSORRT_RTX, load
 from tests.scripts.tensorrt_calls import SINCE, calls, used
 
 

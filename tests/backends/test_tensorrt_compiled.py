@@ -6,10 +6,10 @@ from native_support import fake_cubin
 from tensorrt_build_support import config
 from tensorrt_support import reference, units
 
-from edge_dflash.backends.tensorrt.compile import Compiler
-from edge_dflash.backends.tensorrt.net import Net
-from edge_dflash.backends.tensorrt.units import bundle_units, engine_units
+from edge_dflash.backends.cuda.tensorrt.compile import Compiler
+from edge_dflash.backends.cuda.tensorrt.net import Net
 from edge_dflash.builder import write as builder
+from edge_dflash.builder.engines import bundle_engines
 from edge_dflash.builder.write import build
 from edge_dflash.bundle.parts import building_path
 from edge_dflash.bundle.reader import Bundle
@@ -42,7 +42,7 @@ def test_a_build_that_is_stopped_inside_plans_resumes(tmp_path):
     result = build(config(tmp_path / "out"))
     bundle = Bundle.open(result.bundle)
     assert {name: (result.bundle / "plans" / name).stat().st_mtime_ns for name in kept} == kept
-    for name, unit in engine_units(bundle_units(bundle.pair, bundle.manifest.prefill_chunk).units).items():
+    for name, unit in bundle_engines(bundle.pair, bundle.manifest.weights, bundle.manifest.prefill_chunk).items():
         weights = sum(bundle.get(weight).nbytes for weight in unit.weights)
         size = bundle.plan(name).stat().st_size
         assert weights < size < weights + (1 + len(unit.ops)) * (1 << 20), name

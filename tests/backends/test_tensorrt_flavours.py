@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from edge_dflash.backends.tensorrt import flavours
+from edge_dflash.backends.cuda.tensorrt import flavours
 from edge_dflash.bundle.manifest import ARCHS_OF
 from edge_dflash.errors import BackendError
 

@@ -8,7 +8,7 @@ from tensorrt_build_support import VERSION, config, fake_tools
 
 from edge_dflash import backends
 from edge_dflash.backends.cuda import support
-from edge_dflash.backends.tensorrt import backend
+from edge_dflash.backends.cuda.tensorrt import dense
 from edge_dflash.builder.write import build
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BackendError
@@ -25,7 +25,7 @@ def bundles(tmp_path_factory):
 
 def on(patch, sm, version=VERSION):
     patch.setattr(support, "device_sm", lambda: sm)
-    patch.setattr(backend, "load", lambda flavour: SimpleNamespace(__version__=version))
+    patch.setattr(dense, "load", lambda flavour: SimpleNamespace(__version__=version))
 
 
 def test_a_deferred_bundle_says_how_to_finish_it(bundles, monkeypatch):
@@ -53,7 +53,7 @@ def test_a_missing_tensorrt_is_named(bundles, monkeypatch):
     def missing(flavour):
         raise BackendError(f"{flavour.product} is not installed")
 
-    monkeypatch.setattr(backend, "load", missing)
+    monkeypatch.setattr(dense, "load", missing)
     with pytest.raises(BackendError, match="TensorRT for RTX is not installed"):
         backends.load(Bundle.open(bundles[0]))
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from edge_dflash.backends.tensorrt.compile import Phases, monitor
+from edge_dflash.backends.cuda.tensorrt.compile import Phases, monitor
 
 
 def test_steps_of_inner_phases_are_parts_of_a_step_outside():

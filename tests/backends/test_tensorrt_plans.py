@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from tensorrt_support import reference, units
 
-from edge_dflash.backends.tensorrt import lower as lowering
-from edge_dflash.backends.tensorrt.compile import Compiler
-from edge_dflash.backends.tensorrt.lower import linear
-from edge_dflash.backends.tensorrt.net import Net
-from edge_dflash.backends.tensorrt.units import RowRange
+from edge_dflash.backends.cuda.tensorrt import lower as lowering
+from edge_dflash.backends.cuda.tensorrt.compile import Compiler
+from edge_dflash.backends.cuda.tensorrt.lower import linear
+from edge_dflash.backends.cuda.tensorrt.net import Net
+from edge_dflash.backends.cuda.tensorrt.units import RowRange
 from edge_dflash.errors import BackendError, BuildError
 
 pytestmark = pytest.mark.tensorrt

@@ -8,11 +8,11 @@ import torch
 from tensorrt_arena import widened
 from tensorrt_support import Formatted, lowered, tensorrt, units
 
-from edge_dflash.backends.tensorrt.lower import bf16_bits
-from edge_dflash.backends.tensorrt.net import Net
-from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD
+from edge_dflash.backends.cuda.tensorrt.lower import bf16_bits
+from edge_dflash.backends.cuda.tensorrt.net import Net
+from edge_dflash.backends.cuda.tensorrt.units import HEAD
 from edge_dflash.errors import BackendError
-from edge_dflash.model.ops import SelectRows
+from edge_dflash.model.ops import RmsNorm, SelectRows
 from edge_dflash.weights.formats import Nvfp4Weight, WideWeight
 from edge_dflash.weights.quantize import quantize_nvfp4
 
@@ -39,10 +39,11 @@ def test_float32_weights_are_rounded_to_nearest_even():
 
 
 @needs_tensorrt
-def test_a_quantized_embedding_is_refused():
-    weight = quantize_nvfp4(torch.randn(16, 32))
-    with pytest.raises(BackendError, match=r"target.embed_tokens is stored as Nvfp4Weight, wanted BF16 or F32"):
-        lowered(units("demo").units[EMBEDDING], Only(weight))
+def test_a_quantized_norm_is_refused():
+    unit = units("demo").units["target-000"]
+    norm = next(op for op in unit.ops if isinstance(op, RmsNorm))
+    with pytest.raises(BackendError, match=r"is stored as Nvfp4Weight, wanted BF16 or F32: keep it wide"):
+        lowered(replace(unit, ops=(norm,), outputs=()), Only(quantize_nvfp4(torch.randn(16, 32))))
 
 
 @needs_tensorrt

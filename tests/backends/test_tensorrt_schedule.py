@@ -6,38 +6,21 @@ from pathlib import Path
 
 import pytest
 from golden_pairs import ENGINE, EXPERTS, WALKS
-from tensorrt_support import CHUNK, PAIRS, PASSES, checkpoint, rows_of, spec, units
+from tensorrt_support import CHUNK, PAIRS, PASSES, checkpoint, runs, spec
+from tensorrt_support import cut as cut_pair
 from tensorrt_walk import dry_run
 
-from edge_dflash.backends.cuda.steps import Convolve, Draft, Last, State
+from edge_dflash.backends.cuda.steps import Convolve, Draft, Last, Mix, State
+from edge_dflash.backends.cuda.tensorrt.units import HEAD, RowRange, RunEngine, norms_before_rows, pair_units
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.tensorrt.runs import RunEngine, RunExperts, engine_pass
-from edge_dflash.backends.tensorrt.units import (
-    CHOICES,
-    EMBEDDING,
-    HEAD,
-    LOGITS,
-    RowRange,
-    Run,
-    norms_before_rows,
-    pair_units,
-)
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.ops import Add, Experts, GroupedConv, SelectRows, StateOp
+from edge_dflash.model.ops import Add, Experts, GroupedConv, SelectRows
 from edge_dflash.model.registry import read_pair
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = ("qwen3.6-27b", "qwen3.5-4b", "qwen3-8b", "qwen3.8-27b-dflash2", "qwen3.8-27b-dspark")
-ALL = [(name, which) for name in (*PAIRS, *MODELS) for which in PASSES]
-
-
-@cache
-def cut(name):
-    if name in PAIRS:
-        return units(name)
-    return pair_units(pair_programs(pair_of(name)), pair_of(name).verify_rows, CHUNK, pair_of(name).block_size)
 
 
 @cache
@@ -45,38 +28,33 @@ def pair_of(name):
     return spec(name) if name in PAIRS else read_pair(CONFIGS / name / "target", CONFIGS / name / "drafter")
 
 
-def placed(name, which):
-    return engine_pass(cut(name), which, rows_of(pair_of(name))[which])
+@cache
+def laid_out(name):
+    return cut_pair(pair_of(name))
 
 
-@pytest.mark.parametrize(("name", "which"), ALL)
-def test_a_walk_binds_every_tensor_to_a_live_address(name, which):
-    plan = placed(name, which)
-    report = dry_run(cut(name).units, plan)
-    runs = [s for s in cut(name).passes[which] if isinstance(s, Run)]
-    assert report.engines == len(runs)
-    assert report.bindings == sum(len(run.reads) + len(run.writes) for run in runs)
-    assert report.states == len([op for op in cut(name).programs[which].ops if isinstance(op, StateOp)])
-    assert set(plan.places) < report.tensors
+def cut(name):
+    return laid_out(name)[0]
 
 
 @pytest.mark.parametrize("name", [*PAIRS, *MODELS])
-def test_no_weight_is_in_two_plans_but_the_drafters_k_and_v(name):
-    read = [weight for unit in cut(name).units.values() for weight in unit.weights]
+def test_engines_are_cut_and_scheduled(name):
+    """A walk finds every tensor; no weight is in two engines but the drafter's k and v; prefill and verify share."""
+    found, layout = laid_out(name)
+    for which in PASSES:
+        dry_run(found.units, layout, which)
+    read = [weight for unit in found.units.values() for weight in unit.weights]
     twice = {weight for weight in read if read.count(weight) > 1}
     assert all(w.startswith("drafter.") and w.endswith(("k_proj", "v_proj")) for w in twice)
-    linear = {n for p in cut(name).programs.values() for n, s in p.weights.items() if s.kind in ("linear", "embedding")}
-    ours = {weight for step in cut(name).passes["verify"] if isinstance(step, Experts) for weight in step.weights}
+    programs = {which: each.program for which, each in found.schedules.items()}
+    linear = {name for program in programs.values() for name, s in program.weights.items() if s.kind == "linear"}
+    ours = {w for step in found.schedules["verify"].steps if isinstance(step, Mix) for w in step.op.weights}
     assert linear - ours == linear & set(read)
     assert bool(ours) == (pair_of(name).target.experts is not None)
-
-
-@pytest.mark.parametrize("name", [*PAIRS, *MODELS])
-def test_prefill_and_verify_run_the_same_plans(name):
-    keys = {which: [s.key for s in cut(name).passes[which] if isinstance(s, Run)] for which in PASSES}
+    keys = {which: [step.key for step in runs(found, which)] for which in PASSES}
     assert keys["prefill"] == keys["verify"]
-    assert set(keys["verify"]) & set(keys["propose"]) == {EMBEDDING, HEAD}
-    assert len(cut(name).units) == len(set(keys["verify"]) | set(keys["propose"]))
+    assert set(keys["verify"]) & set(keys["propose"]) == {HEAD}
+    assert len(found.units) == len(set(keys["verify"]) | set(keys["propose"]))
 
 
 def test_profiles_are_those_of_a_block_and_of_a_prefill_chunk():
@@ -101,8 +79,8 @@ def test_a_norm_before_the_selection_of_rows_gives_the_same_bits(name):
 
 @pytest.mark.parametrize("name", WALKS)
 def test_our_kernels_convolve_between_plans_and_walk_behind_the_head(name):
-    found, steps = cut(name), placed(name, "propose").schedule.steps
-    program, rows = found.programs["propose"], pair_of(name).block_size
+    found, rows = cut(name), pair_of(name).block_size
+    steps, program = found.schedules["propose"].steps, found.schedules["propose"].program
     convolved = [s for s in steps if isinstance(s, Convolve)]
     assert [s.op for s in convolved] == [op for op in program.ops if isinstance(op, GroupedConv)]
     assert bool(convolved) == (pair_of(name).drafter.kind == "dflash2")
@@ -111,162 +89,109 @@ def test_our_kernels_convolve_between_plans_and_walk_behind_the_head(name):
     drafter = [unit for key, unit in found.units.items() if key.startswith("drafter-")]
     assert drafter
     assert all(unit.profiles == (RowRange(rows, rows, rows),) for unit in drafter)
-    assert not any(isinstance(op, GroupedConv) for unit in found.units.values() for op in unit.ops)
 
 
 @pytest.mark.parametrize("which", ["prefill", "verify"])
 def test_our_kernels_mix_between_plans(which):
-    plan, found = placed(EXPERTS, which), cut(EXPERTS)
-    mixed = [step for step in plan.schedule.steps if isinstance(step, RunExperts)]
-    assert [step.op for step in mixed] == [op for op in found.programs[which].ops if isinstance(op, Experts)]
-    assert len(mixed) == 4
+    steps, program = cut(EXPERTS).schedules[which].steps, cut(EXPERTS).schedules[which].program
+    mixed = [step for step in steps if isinstance(step, Mix)]
+    assert [step.op for step in mixed] == [op for op in program.ops if isinstance(op, Experts)]
     for step in mixed:
-        before, after = (plan.schedule.steps[plan.schedule.steps.index(step) + i] for i in (-1, 1))
+        before, after = (steps[steps.index(step) + i] for i in (-1, 1))
         assert step.op.inputs[0] in before.writes
         assert step.op.output in after.reads
-    assert not any(isinstance(op, Experts) for unit in found.units.values() for op in unit.ops)
 
 
-@pytest.mark.parametrize("which", ["prefill", "verify"])
-def test_a_mixture_that_is_missing_or_early_is_found(which):
-    plan = placed(EXPERTS, which)
-    index = first(plan, RunExperts)
-    early = with_steps(plan, lambda steps: exchange(steps, index - 1, index))
-    for wrong in (with_steps(plan, lambda steps: without(steps, index)), early):
-        with pytest.raises(BackendError, match="the schedule is wrong"):
-            dry_run(cut(EXPERTS).units, wrong)
+def steps_changed(layout, which, change):
+    """The layout with the steps that ``change`` makes of a pass's."""
+    schedule = layout.schedules[which]
+    changed = replace(schedule, steps=change(list(schedule.steps)))
+    return replace(layout, schedules={**layout.schedules, which: changed})
 
 
-@pytest.mark.parametrize("step", [Convolve, Draft])
-def test_a_convolution_or_walk_that_is_missing_or_early_is_found(step):
-    plan = placed("qwen3_5-dflash2", "propose")
-    index = first(plan, step, -1)
-    early = with_steps(plan, lambda steps: exchange(steps, index - 1, index))
-    for wrong in (with_steps(plan, lambda steps: without(steps, index)), early):
-        with pytest.raises(BackendError, match="the schedule is wrong"):
-            dry_run(cut("qwen3_5-dflash2").units, wrong)
+def places_changed(layout, **changes):
+    """The output of the first layer in another place."""
+    name, places = "target.layers.0.out", layout.places["prefill"]
+    moved = {**places, name: replace(places[name], **changes)}
+    return replace(layout, places={**layout.places, "prefill": moved})
 
 
-def without(steps, index):
-    return [*steps[:index], *steps[index + 1 :]]
+def first(steps, kind, skip=0):
+    return [i for i, step in enumerate(steps) if isinstance(step, kind)][skip]
 
 
-def first(plan, kind, skip=0):
-    return [i for i, step in enumerate(plan.schedule.steps) if isinstance(step, kind)][skip]
+def without(kind, skip=0):
+    def change(steps):
+        del steps[first(steps, kind, skip)]
+        return steps
+
+    return change
 
 
-def nth_run(plan, number):
-    return first(plan, RunEngine, number)
+def earlier(kind, skip=0):
+    """The step and the one before it exchanged."""
+
+    def change(steps):
+        at = first(steps, kind, skip)
+        steps[at - 1 : at + 1] = [steps[at], steps[at - 1]]
+        return steps
+
+    return change
 
 
-def with_steps(plan, change):
-    return replace(plan, schedule=replace(plan.schedule, steps=change(list(plan.schedule.steps))))
+WALKING = "qwen3_5-dflash2"
+WRONG = [
+    *(("demo", "prefill", without(kind, skip)) for kind, skip in ((RunEngine, 3), (State, 1), (State, -1), (Last, 0))),
+    *(("demo", "prefill", earlier(kind, skip)) for kind, skip in ((RunEngine, 2), (State, 0))),
+    *((EXPERTS, which, wrong(Mix)) for which in ("prefill", "verify") for wrong in (without, earlier)),
+    *((WALKING, "propose", wrong(kind, -1)) for kind in (Convolve, Draft) for wrong in (without, earlier)),
+    ("demo", "prefill", lambda steps: [*steps, steps[first(steps, RunEngine, 3)]]),
+]
 
 
-def exchange(steps, a, b):
-    steps[a], steps[b] = steps[b], steps[a]
-    return steps
+@pytest.mark.parametrize(("name", "which", "change"), WRONG)
+def test_a_walk_finds_a_step_that_is_missing_early_or_run_twice(name, which, change):
+    found, layout = laid_out(name)
+    with pytest.raises(AssertionError):
+        dry_run(found.units, steps_changed(layout, which, change), which)
 
 
-def rebound(plan, **changes):
-    """The second plan's bindings changed: ``reads`` or ``writes`` as a function of the pairs."""
-    index = nth_run(plan, 2)
-    step = plan.schedule.steps[index]
-    run = replace(step.run, **{side: change(getattr(step.run, side)) for side, change in changes.items()})
-    step = RunEngine(tuple(t for _, t in run.reads), tuple(t for _, t in run.writes), run)
-    return with_steps(plan, lambda steps: [*steps[:index], step, *steps[index + 1 :]])
+def test_a_walk_finds_a_tensor_in_a_wrong_place():
+    found, layout = laid_out("demo")
+    at, other = (layout.places["prefill"][f"target.layers.{i}.out"].offset for i in (0, 1))
+    for wrong in (
+        {"offset": other},
+        {"offset": layout.arena_bytes},
+        {"nbytes": 64},
+        {"offset": at + 32},
+        {"stride": 272},
+    ):
+        with pytest.raises(AssertionError):
+            dry_run(found.units, places_changed(layout, **wrong), "prefill")
 
 
-def swapped(pairs):
-    (a, x), (b, y), *rest = pairs
-    return ((a, y), (b, x), *rest)
-
-
-def moved(plan, **changes):
-    """The first layer's output changed in its place."""
-    name = "target.layers.0.out"
-    return replace(plan, places={**plan.places, name: replace(plan.places[name], **changes)})
-
-
-def over(plan):
-    """A tensor that is needed late lies where an early one is written."""
-    early = plan.places["target.layers.1.out"]
-    return moved(plan, offset=early.offset)
-
-
-WRONG = {
-    "a plan missing": lambda p: with_steps(p, lambda s: without(s, nth_run(p, 3))),
-    "a plan run twice": lambda p: with_steps(p, lambda s: [*s, s[nth_run(p, 3)]]),
-    "a state op missing": lambda p: with_steps(p, lambda s: without(s, first(p, State, 1))),
-    "the last context append missing": lambda p: with_steps(p, lambda s: without(s, first(p, State, -1))),
-    "the last row missing": lambda p: with_steps(p, lambda s: without(s, first(p, Last))),
-    "two plans exchanged": lambda p: with_steps(p, lambda s: exchange(s, nth_run(p, 2), nth_run(p, 3))),
-    "a state op before its plan": lambda p: with_steps(p, lambda s: exchange(s, first(p, State), nth_run(p, 1))),
-    "inputs exchanged": lambda p: rebound(p, reads=swapped),
-    "outputs exchanged": lambda p: rebound(p, writes=swapped),
-    "an input not bound": lambda p: rebound(p, reads=lambda pairs: pairs[1:]),
-    "an output not bound": lambda p: rebound(p, writes=lambda pairs: pairs[1:]),
-    "an input bound twice": lambda p: rebound(p, reads=lambda pairs: (*pairs, pairs[0])),
-    "an output bound to an input": lambda p: rebound(p, writes=lambda w: ((w[0][0], "target.layers.0.qkv"), *w[1:])),
-    "a place over another": over,
-    "a place past the arena": lambda p: moved(p, offset=p.arena),
-    "a place that is too small": lambda p: moved(p, nbytes=64),
-    "a place at an odd address": lambda p: moved(p, offset=p.places["target.layers.0.out"].offset + 32),
-    "rows with gaps": lambda p: moved(p, stride=272),
-    "more rows than the profile": lambda p: replace(p, rows=CHUNK + 1),
-    "no such profile": lambda p: replace(p, profile=2),
-    "the profile of a block": lambda p: replace(p, profile=0),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_schedule_is_found(name):
-    plan = placed("demo", "prefill")
-    with pytest.raises(BackendError, match="the schedule is wrong"):
-        dry_run(cut("demo").units, WRONG[name](plan))
-
-
-def changed_binding(unit, **changes):
-    return replace(unit, inputs=(replace(unit.inputs[0], **changes), *unit.inputs[1:]))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda u: changed_binding(u, columns=512),
-        lambda u: changed_binding(u, columns=None),
-        lambda u: changed_binding(u, dtype="int32"),
-        lambda u: changed_binding(u, name="other"),
-        lambda u: replace(u, profiles=u.profiles[:1]),
-        lambda u: replace(u, ops=u.ops[1:]),
-        lambda u: replace(u, outputs=u.outputs[1:]),
-    ],
-)
-def test_a_plan_of_another_program_is_found(change):
-    found = {**cut("demo").units, "target-002": change(cut("demo").units["target-002"])}
-    with pytest.raises(BackendError, match="the schedule is wrong"):
-        dry_run(found, placed("demo", "prefill"))
-
-
-def test_a_missing_plan_is_found():
-    found = {key: unit for key, unit in cut("demo").units.items() if key != HEAD}
-    with pytest.raises(BackendError, match="there is no plan head"):
-        dry_run(found, placed("demo", "verify"))
+def test_a_walk_finds_an_engine_of_another_program():
+    found, layout = laid_out("demo")
+    unit = found.units["target-002"]
+    for wrong in (
+        replace(unit, inputs=(replace(unit.inputs[0], columns=512), *unit.inputs[1:])),
+        replace(unit, profiles=unit.profiles[:1]),
+        replace(unit, ops=unit.ops[1:]),
+        replace(unit, outputs=unit.outputs[1:]),
+    ):
+        with pytest.raises((AssertionError, IndexError)):
+            dry_run({**found.units, unit.key: wrong}, layout, "prefill")
 
 
 @pytest.mark.parametrize("chunk", [8, 64])
 def test_the_head_runs_on_a_block_in_every_pass(chunk):
-    pair = pair_units(pair_programs(spec("demo")), 16, chunk)
-    for which, rows in (("prefill", chunk), ("verify", 16), ("propose", 16)):
-        plan = engine_pass(pair, which, rows)
-        dry_run(pair.units, plan)
-        bound = plan.bound(plan.schedule.steps[-1])
-        assert (bound.key, bound.profile, bound.rows) == (HEAD, 0, 16)
-        addresses = dict(bound.addresses)
-        assert (addresses[LOGITS].buffer, addresses[CHOICES].buffer) == ("logits", "choices")
-        read = plan.places[plan.schedule.place(plan.schedule.steps[-1].reads[0])[0]]
+    found, layout = cut_pair(spec("demo"), chunk)
+    for which in PASSES:
+        dry_run(found.units, layout, which)
+        head = runs(found, which)[-1]
+        assert (head.key, head.profile, head.rows) == (HEAD, 0, 16)
+        read = layout.places[which][layout.schedules[which].place(head.reads[0])[0]]
         assert read.nbytes >= 2 * 16 * 256
-    assert plan.address("draft_rows") == plan.address("drafter.hidden")
 
 
 def test_an_op_behind_selected_rows_is_refused():
@@ -274,4 +199,4 @@ def test_an_op_behind_selected_rows_is_refused():
     late = Add(inputs=("draft_rows", "draft_rows"), output="late")
     program = replace(programs.propose, ops=(*programs.propose.ops, late))
     with pytest.raises(BackendError, match="only the head may follow selected rows"):
-        pair_units(replace(programs, propose=program), 16, CHUNK)
+        pair_units(replace(programs, propose=program), {}, 16, CHUNK)

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from edge_dflash.backends.tensorrt import compile as compile_module
-from edge_dflash.backends.tensorrt.compile import Compiler
-from edge_dflash.backends.tensorrt.lower import Lowered
-from edge_dflash.backends.tensorrt.units import Binding, RowRange, Unit
+from edge_dflash.backends.cuda.tensorrt import compile as compile_module
+from edge_dflash.backends.cuda.tensorrt.compile import Compiler
+from edge_dflash.backends.cuda.tensorrt.lower import Lowered
+from edge_dflash.backends.cuda.tensorrt.units import Binding, RowRange, Unit
 from edge_dflash.errors import BuildError
 
 HERE = b"here:"  # caches of this GPU and version begin so

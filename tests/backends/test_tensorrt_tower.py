@@ -11,11 +11,11 @@ from pictures_support import picture
 from tensorrt_support import Formatted, lowered, tensorrt
 from trt_interpreter import outputs, run
 
+from edge_dflash.backends.cuda.tensorrt.compile import Compiler
+from edge_dflash.backends.cuda.tensorrt.net import Net
+from edge_dflash.backends.cuda.tensorrt.units import TOWER, bundle_units
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.tower import TorchTower
-from edge_dflash.backends.tensorrt.compile import Compiler
-from edge_dflash.backends.tensorrt.net import Net
-from edge_dflash.backends.tensorrt.units import TOWER, bundle_units
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import FrameAttend, Linear
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.tensorrt
 
 PAIR = golden_pair("vision")
 SPEC = PAIR.target.vision
-UNIT = bundle_units(PAIR, 64).units[TOWER]
+UNIT = bundle_units(PAIR, {}, 64).units[TOWER]
 FREE = {"bf16": 1, "fp8": 1.5, "fp8-channel": 1.5}
 """Relative L2 distance of a plan's rows from the reference's, in 2^-8; a scale is a second rounding."""
 

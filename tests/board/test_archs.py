@@ -10,7 +10,7 @@ from native_support import NATIVE_PAIR, formats_of, write_native_bundle
 
 from edge_dflash.backends.cuda import support as devices
 from edge_dflash.backends.cuda.support import check_native
-from edge_dflash.backends.tensorrt import flavours
+from edge_dflash.backends.cuda.tensorrt import flavours
 from edge_dflash.board.archs import ARCHS, BACKENDS, CHUNK_SECONDS, arch_of_sm, find_arch
 from edge_dflash.board.profiles import board_profiles, load_board, named_arch, read_board
 from edge_dflash.builder.decide import choose

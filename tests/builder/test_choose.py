@@ -11,7 +11,7 @@ from tensorrt_build_support import VERSION, config, fake, fake_tools, install, o
 from edge_dflash import backends
 from edge_dflash.backends.cuda import support
 from edge_dflash.backends.cuda.compile import bundled
-from edge_dflash.backends.tensorrt import backend
+from edge_dflash.backends.cuda.tensorrt import dense
 from edge_dflash.builder.decide import choose, decide
 from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.manifest import dump_manifest
@@ -120,7 +120,7 @@ def test_a_finished_bundle_loads_either(fake, tmp_path, monkeypatch):
     bundle = Bundle.open(build(config(tmp_path / "out", backend=None)).bundle)
     assert (bundle.manifest.backends, bundle.manifest.plans.version) == (("native", "tensorrt"), VERSION)
     monkeypatch.setattr(support, "device_sm", lambda: 121)
-    monkeypatch.setattr(backend, "load", lambda flavour: type("Trt", (), {"__version__": VERSION}))
+    monkeypatch.setattr(dense, "load", lambda flavour: type("Trt", (), {"__version__": VERSION}))
     monkeypatch.setattr("edge_dflash.backends.cuda.backend.NativeBackend", lambda *pair, **rest: rest["dense"])
     assert backends.load(bundle) is None
     assert backends.load(bundle, "tensorrt")._files.keys() == set(bundle.manifest.plans.names)

@@ -9,9 +9,7 @@ from cli_support import last_json
 from native_support import NATIVE_PAIR
 from typer.testing import CliRunner
 
-from edge_dflash.backends.cuda.states import Sizes
-from edge_dflash.backends.tensorrt.backend import engine_passes
-from edge_dflash.backends.tensorrt.units import bundle_units, engine_units
+from edge_dflash.backends.cuda.tensorrt.units import bundle_units, engine_units
 from edge_dflash.bench.subjects import Prompts, bench_bundle
 from edge_dflash.bench.workload import Workload
 from edge_dflash.builder.write import build
@@ -144,11 +142,10 @@ def test_recipes_of_a_pair_build_its_target_alone(tmp_path):
 
 
 def test_plans_are_those_of_the_target():
-    units = bundle_units(ALONE, 8)
+    units = bundle_units(ALONE, {}, 8)
     assert not any("drafter" in name for name in engine_units(units.units))
-    passes = engine_passes(units, Sizes(1, 8, 64))
-    assert not passes["propose"].schedule.steps
-    assert passes["verify"].schedule.steps
+    assert not units.schedules["propose"].steps
+    assert units.schedules["verify"].steps
 
 
 def test_a_target_alone_reads_its_own_states_alone(bundles):

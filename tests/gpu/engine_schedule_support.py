@@ -11,12 +11,11 @@ from dataclasses import dataclass, field, replace
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.kernels.linear import Linears
 from edge_dflash.backends.cuda.memory import PADDING, Placement, aligned
-from edge_dflash.backends.cuda.passes import Pass
+from edge_dflash.backends.cuda.passes import Frame, Pass
 from edge_dflash.backends.cuda.schedule import Schedule
 from edge_dflash.backends.cuda.steps import Columns, Copy, Head, Multiply, Normalise
-from edge_dflash.backends.tensorrt.backend import EngineFrame, engine_passes, layout_of
-from edge_dflash.backends.tensorrt.runs import RunEngine
-from edge_dflash.backends.tensorrt.units import EMBEDDING, LOGITS, pair_units
+from edge_dflash.backends.cuda.tensorrt.dense import layout_of
+from edge_dflash.backends.cuda.tensorrt.units import LOGITS, RunEngine, pair_units
 from edge_dflash.model.ops import Add, Concat, Linear, RmsNorm, SwiGlu
 from edge_dflash.weights.layout import Layout
 from edge_dflash.weights.stacks import STREAMED, Stack
@@ -41,6 +40,18 @@ class Expanded:
         self.end += nbytes
 
 
+class SegmentFrame(Frame):
+    """A pass of the TensorRT mode; ``steps``: the launches of each run of an engine."""
+
+    def __init__(self, common, name, launches, steps):
+        super().__init__(common, name)
+        self.launches, self.steps = launches, steps
+
+    def _dense(self, step, logits):
+        for each in self.steps[step]:
+            self.launches._dense(each, True)
+
+
 class NativeSegments:
     """Takes the place of EngineOps."""
 
@@ -51,11 +62,10 @@ class NativeSegments:
 
     def lay_out(self, programs, precision, sizes):
         assert sizes.rows in (16, 32)
-        self._pair = pair_units(programs, sizes.rows, sizes.prefill_rows)
+        self._pair = pair_units(programs, self._weights.formats, sizes.rows, sizes.prefill_rows)
         self._specs, self._stacks = programs.weights, {}
-        self.passes = engine_passes(self._pair, sizes)
-        layout = layout_of(programs, precision, sizes, self.passes)
-        self._expanded = {name: self._expand(each, name) for name, each in self.passes.items()}
+        layout = layout_of(programs, precision, sizes, self._pair)
+        self._expanded = {name: self._expand(layout, name) for name in layout.schedules}
         arena = max(each.end for each in self._expanded.values())
         return replace(layout, arena_bytes=arena)
 
@@ -77,29 +87,23 @@ class NativeSegments:
                     common.states.norm(op.weight, plus_one=op.plus_one)
         self.count(memory)
         loaded = {key: self._weights.stack(self._gpu, stack) for key, stack in self._stacks.items()}
-        return {name: self._pass(name, common, loaded) for name in self.passes}
+        return {name: self._pass(name, common, loaded) for name in self._expanded}
 
     def _pass(self, name, common, loaded):
         each, layout = self._expanded[name], common.layout
         schedules, places = layout.schedules | {name: each.schedule}, layout.places | {name: each.places}
         beside = replace(common, layout=replace(layout, schedules=schedules, places=places))
-        launches = Pass(beside, name, self._linears, loaded)
+        return SegmentFrame(common, name, Pass(beside, name, self._linears, loaded), each.steps)
 
-        def enqueue(steps):
-            return lambda: [launches._dense(step, True) for step in steps]
-
-        runs = {step: enqueue(steps) for step, steps in each.steps.items()}
-        return EngineFrame(common, name, self._pair, runs, None, {})
-
-    def _expand(self, each, name):
-        old = each.schedule
+    def _expand(self, layout, name):
+        old, rows = layout.schedules[name], max(layout.sizes.of_pass(name), layout.sizes.rows)
         schedule = Schedule(old.program, [], dict(old.columns), dict(old.widths), dict(old.slices), set(old.single))
-        found = Expanded(schedule, dict(each.places), each.arena, max(each.rows, each.block))
+        found = Expanded(schedule, dict(layout.places[name]), layout.arena_bytes, rows)
         for step in old.steps:
-            if isinstance(step, RunEngine) and step.run.key != EMBEDDING:
-                names = dict((*step.run.reads, *step.run.writes))
+            if isinstance(step, RunEngine):
+                names = dict((*step.inputs, *step.outputs))
                 found.steps[step] = []
-                for op in self._pair.units[step.run.key].ops:
+                for op in self._pair.units[step.key].ops:
                     found.steps[step] += self._launches(op, names, found)
         return found
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "edge_dflash" / "backends" / "tensorrt"
+PACKAGE = Path(__file__).resolve().parents[2] / "edge_dflash" / "backends" / "cuda" / "tensorrt"
 HEADER = "NvInfer.h of 8.2.3"
 SINCE: dict[str, tuple[str, str]] = {
     name: (release, source)

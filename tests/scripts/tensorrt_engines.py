@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from edge_dflash.backends.tensorrt.compile import Compiler
-from edge_dflash.backends.tensorrt.flavours import flavour_of, load, version
-from edge_dflash.backends.tensorrt.units import Unit, bundle_units, engine_units
+from edge_dflash.backends.cuda.tensorrt.compile import Compiler
+from edge_dflash.backends.cuda.tensorrt.flavours import flavour_of, load, version
+from edge_dflash.backends.cuda.tensorrt.units import Unit, bundle_units, engine_units
 from edge_dflash.bench.random_pair import pair_names, synthetic_pair
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.model import pair_programs
@@ -107,7 +107,8 @@ def kind_of(unit: Unit, pair: PairSpec) -> str:
 
 def build_all(pair: PairSpec, recipe: Recipe, arch: str, workers: int, chunk: int) -> list[Built]:
     """Build every engine once, ``workers`` at a time. Raises BackendError and BuildError."""
-    units, store, local = engine_units(bundle_units(pair, chunk).units), PackedStore(pair, recipe), threading.local()
+    store, local = PackedStore(pair, recipe), threading.local()
+    units = engine_units(bundle_units(pair, recipe.formats(pair_programs(pair).weights), chunk).units)
 
     def build(unit: Unit) -> Built:
         compiler = local.__dict__.setdefault("compiler", None) or Compiler(arch)

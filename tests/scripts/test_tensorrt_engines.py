@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tensorrt_build_support import VERSION, FakeCompiler
 
-from edge_dflash.backends.tensorrt.units import bundle_units, engine_units
+from edge_dflash.backends.cuda.tensorrt.units import bundle_units, engine_units
 from edge_dflash.bench.random_pair import synthetic_pair
 from edge_dflash.model import pair_programs
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
@@ -40,7 +40,7 @@ def test_weights_have_the_recipes_formats_and_are_the_same_every_time():
 
 
 def test_equal_layers_are_of_one_kind():
-    units = engine_units(bundle_units(PAIR, 64).units).values()
+    units = engine_units(bundle_units(PAIR, {}, 64).units).values()
     kinds = {kind_of(unit, PAIR) for unit in units}
     assert len(units) > 36
     assert len(kinds) < 10
@@ -75,7 +75,7 @@ def test_every_plan_is_built_once_and_the_last_line_is_json(monkeypatch, capsys,
     FakeCompiler.made, FakeCompiler.fail = [], ""
     assert tensorrt_engines.main(["--synthetic", pair, "--workers", "3"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    wanted = engine_units(bundle_units(synthetic_pair(pair), 512).units)
+    wanted = engine_units(bundle_units(synthetic_pair(pair), {}, 512).units)
     assert sorted(FakeCompiler.made) == sorted(unit.key for unit in wanted.values())
     assert (found["plans"], found["weight_bytes"], found["tensorrt"]) == (len(wanted), 1000 * len(wanted), VERSION)
     assert sum(row["plans"] for row in found["kinds"]) == len(found["built"]) == len(wanted)

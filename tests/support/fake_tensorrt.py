@@ -9,8 +9,8 @@ import weakref
 from enum import IntEnum
 from types import SimpleNamespace
 
-from edge_dflash.backends.tensorrt.lower import DTYPES
-from edge_dflash.backends.tensorrt.units import EMBEDDING, TOWER, engine_file
+from edge_dflash.backends.cuda.tensorrt.lower import DTYPES
+from edge_dflash.backends.cuda.tensorrt.units import TOWER, engine_file
 
 SCRATCH = 4096
 
@@ -46,18 +46,17 @@ DATA_TYPES = SimpleNamespace(**{name: name for name in ("FLOAT", "BF16", "FP8", 
 
 
 def write_plans(folder, units, **changes):
-    """A JSON plan for each unit but the embedding; ``changes`` replace what a plan (by key) says of itself."""
+    """A JSON plan for each unit; ``changes`` replace what a plan (by key) says of itself."""
     files = {}
     for number, (key, unit) in enumerate(units.items()):
-        if key != EMBEDDING:
-            tensors = {b.name: [DTYPES[b.dtype], b.columns] for b in (*unit.inputs, *unit.outputs)}
-            inputs = [b.name for b in unit.inputs]
-            said = {"key": key, "tensors": tensors, "inputs": inputs, "profiles": len(unit.profiles)}
-            said |= {"scratch": SCRATCH + 256 * number} | changes.get(key, {})
-            path = folder / engine_file(key)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(said))
-            files[engine_file(key)] = path
+        tensors = {b.name: [DTYPES[b.dtype], b.columns] for b in (*unit.inputs, *unit.outputs)}
+        inputs = [b.name for b in unit.inputs]
+        said = {"key": key, "tensors": tensors, "inputs": inputs, "profiles": len(unit.profiles)}
+        said |= {"scratch": SCRATCH + 256 * number} | changes.get(key, {})
+        path = folder / engine_file(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(said))
+        files[engine_file(key)] = path
     return files
 
 

@@ -9,7 +9,7 @@ from native_support import fake_cubin
 from paths import DEMO
 
 from edge_dflash.backends.cuda.compile import kernels_digest
-from edge_dflash.backends.tensorrt.flavours import flavour_of
+from edge_dflash.backends.cuda.tensorrt.flavours import flavour_of
 from edge_dflash.builder import decide, engines, write
 from edge_dflash.builder.write import BuildConfig
 from edge_dflash.common.files import directory
@@ -57,7 +57,7 @@ def fake_tools(patch):
     FakeCompiler.made, FakeCompiler.timings, FakeCompiler.fail = [], [], ""
     patch.setattr(write, "compile_cubin", fake_cubin)
     patch.setattr(decide, "kernels_digest", lambda: DIGEST)
-    patch.setattr("edge_dflash.backends.tensorrt.compile.Compiler", FakeCompiler)
+    patch.setattr("edge_dflash.backends.cuda.tensorrt.compile.Compiler", FakeCompiler)
     install(patch, VERSION)
     on(patch, None)
     return FakeCompiler

@@ -11,11 +11,14 @@ from golden_pairs import pair as golden_pair
 from golden_pairs import store as golden_store
 from trt_interpreter import run
 
+from edge_dflash.backends.cuda.states import Sizes
+from edge_dflash.backends.cuda.tensorrt.dense import layout_of
+from edge_dflash.backends.cuda.tensorrt.flavours import TENSORRT_RTX, load
+from edge_dflash.backends.cuda.tensorrt.lower import lower
+from edge_dflash.backends.cuda.tensorrt.units import CHOICES, RunEngine, pair_units
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX, load
-from edge_dflash.backends.tensorrt.lower import lower
-from edge_dflash.backends.tensorrt.units import CHOICES, Run, pair_units
+from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Linear
 from edge_dflash.model.registry import read_pair
@@ -48,14 +51,26 @@ def checkpoint(name):
     return golden_store(name)
 
 
+def cut(pair, chunk=CHUNK):
+    """Engines and steps of a pair, and its layout; the experts' stacks are BF16."""
+    programs = pair_programs(pair)
+    found = pair_units(programs, dict.fromkeys(programs.weights, "bf16"), pair.verify_rows, chunk, pair.block_size)
+    return found, layout_of(programs, Precision(), Sizes(pair.verify_rows, chunk, 256, block=pair.block_size), found)
+
+
 @cache
 def units(name):
-    return pair_units(pair_programs(spec(name)), spec(name).verify_rows, CHUNK, spec(name).block_size)
+    return cut(spec(name))[0]
 
 
-def rows_of(pair):
-    """Most rows of each pass."""
-    return {"prefill": CHUNK, "verify": pair.verify_rows, "propose": pair.block_size}
+def programs_of(name):
+    """The programs of the passes, as run."""
+    return {which: each.program for which, each in units(name).schedules.items()}
+
+
+def runs(found, which):
+    """The engines that a pass runs."""
+    return [step for step in found.schedules[which].steps if isinstance(step, RunEngine)]
 
 
 class Formatted:
@@ -109,7 +124,7 @@ def reference(name, kind):
 
 
 def _passes(name, store, observer=None):
-    programs, shape = units(name).programs, spec(name)
+    programs, shape = programs_of(name), spec(name)
     interpreter = Interpreter(TorchWeights(store), ENGINE)
     memory = Memory.allocate(pair_programs(shape).states, 128, ENGINE, store.kv_scale)
     rng = np.random.default_rng(7)
@@ -169,17 +184,17 @@ def constants(name, kind, key):
 
 def runs_of(name, passes=PASSES):
     """(pass, plan) of every run of a plan of a pair."""
-    return [(p, s.key) for p in passes for s in units(name).passes[p] if isinstance(s, Run)]
+    return [(which, step.key) for which in passes for step in runs(units(name), which)]
 
 
 def step_of(name, which, key):
-    return next(s for s in units(name).passes[which] if isinstance(s, Run) and s.key == key)
+    return next(step for step in runs(units(name), which) if step.key == key)
 
 
 def plan_tensors(name, kind, which, key):
     """The reference's tensors of a pass by the names that a plan gives them: its inputs and its ops' results."""
     step, tensors = step_of(name, which, key), reference(name, kind).passes[which]
-    names = {op.output: op.output for op in units(name).units[key].ops} | dict((*step.reads, *step.writes))
+    names = {op.output: op.output for op in units(name).units[key].ops} | dict((*step.inputs, *step.outputs))
     return {own: tensors[tensor] for own, tensor in names.items() if own != CHOICES}
 
 
@@ -187,7 +202,7 @@ def evaluate(network, name, kind, which, key, *, forced):
     """What a network makes of the reference's inputs; ``forced`` gives each op the reference's tensors."""
     known = constants(name, kind, key) if network is unit_network(name, kind, key).network else None
     tensors = plan_tensors(name, kind, which, key)
-    inputs = {own: tensors[own] for own, _ in step_of(name, which, key).reads}
+    inputs = {own: tensors[own] for own, _ in step_of(name, which, key).inputs}
     return run(tensorrt()[0], network, inputs, tensors if forced else (), known)
 
 

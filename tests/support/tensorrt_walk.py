@@ -1,18 +1,14 @@
-"""Walks a TensorRT pass without a device: every tensor that a step reads must have been written whole before it, at the
-address that is read, and by nothing else since; every input and output of an engine must be bound exactly once, with
-the type, columns and rows that the engine was built for; every op of the Program must have run exactly once.
+"""Walks a pass with engines without a device.
+
+What a step reads was written whole before it, at the address that is read, and by nothing since; an engine has the rows
+and types that it was built for; every op ran exactly once.
 """
 
-from __future__ import annotations
+from dataclasses import dataclass
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NoReturn
-
-from edge_dflash.backends.cuda.steps import Convolve, Draft, Last, State
-from edge_dflash.backends.tensorrt.runs import Address, EnginePass, RunEngine, RunExperts
-from edge_dflash.backends.tensorrt.units import CHOICES, LOGITS, Binding, Run, Unit
-from edge_dflash.errors import BackendError
+from edge_dflash.backends.cuda.steps import Draft, Gather
+from edge_dflash.backends.cuda.tensorrt.dense import address
+from edge_dflash.backends.cuda.tensorrt.units import CHOICES, LOGITS, RunEngine
 from edge_dflash.model.ops import SelectRows
 
 ALIGNMENT = 256  # bytes; what TensorRT asks of an address
@@ -26,155 +22,74 @@ class Range:
     first: int
     stop: int
 
-    def meets(self, other: Range) -> bool:
-        """Whether the two have bytes in common."""
+    def meets(self, other):
         return self.buffer == other.buffer and self.first < other.stop and other.first < self.stop
 
 
-@dataclass
-class Report:
-    """What was walked."""
-
-    engines: int = 0
-    states: int = 0
-    bindings: int = 0
-    tensors: set[str] = field(default_factory=set)
-
-
-def dry_run(units: Mapping[str, Unit], each: EnginePass) -> Report:
-    """Walk one pass. ``units``: what each engine says of itself."""
-    walk = _Walk(units, each)
-    for index in range(len(each.schedule.steps)):
-        walk.step(index)
-    walk.finish()
-    return walk.report
+def dry_run(units, layout, which):
+    """Walk one pass; AssertionError says what is wrong."""
+    _Walk(units, layout, which).run()
 
 
 class _Walk:
-    def __init__(self, units: Mapping[str, Unit], each: EnginePass) -> None:
-        self._units, self._pass = units, each
-        self._program = each.schedule.program
-        self._where = self._program.name
-        self._intact: dict[str, Range] = {"ids": Range("ids", 0, 4 * each.rows)}  # by root tensor
-        self._done: list[str] = []  # outputs of ops that ran
-        self.report = Report()
+    def __init__(self, units, layout, which):
+        self.units, self.schedule, self.places = units, layout.schedules[which], layout.places[which]
+        self.rows, self.block, self.arena = layout.sizes.of_pass(which), layout.sizes.rows, layout.arena_bytes
+        self.intact, self.done = {}, []  # ranges by root tensor; outputs of ops that ran
 
-    def step(self, index: int) -> None:
-        step = self._pass.schedule.steps[index]
-        self._where = f"{self._program.name}, step {index}"
-        match step:
-            case RunEngine():
-                self._bindings(step)
-                self._reads(tuple(tensor for _, tensor in step.run.reads))
-                self._writes(index, tuple(tensor for _, tensor in step.run.writes))
-                self._ran(step.run)
-            case State():
-                self._reads(step.op.inputs)
-                self._writes(index, step.writes)
-                self._done.append(step.op.output)
-                self.report.states += 1
-            case Last() | Convolve() | RunExperts():
-                self._reads(step.reads)
-                self._writes(index, step.writes)
-                self._done += step.writes
-            case Draft():
-                self._reads(step.op.inputs)
-                self._done.append(step.op.output)
-            case _:
-                self._fail(f"{type(step).__name__} is no step of a TensorRT pass")
+    def run(self):
+        for index, step in enumerate(self.schedule.steps):
+            reads, writes = step.reads, step.writes
+            if isinstance(step, RunEngine):
+                self.engine(step)
+                writes = tuple(tensor for _, tensor in step.outputs)
+            for tensor in step.op.inputs if isinstance(step, Draft) else reads:
+                root, where = self.range(tensor)
+                assert self.intact.get(root) == where, f"{tensor} is not there: not written yet, or written over"
+            self.write(index, writes)
+            if not isinstance(step, RunEngine):
+                self.done += step.writes if not hasattr(step, "op") or isinstance(step, Gather) else [step.op.output]
+        program = self.schedule.program
+        views = [o.output for o in program.ops if isinstance(o, SelectRows) and o.output in self.schedule.slices]
+        assert sorted([*self.done, *views]) == sorted(op.output for op in program.ops), "not once each"
+        assert {program.outputs[LOGITS], CHOICES} <= self.intact.keys()
 
-    def finish(self) -> None:
-        """What must be true behind the last step."""
-        self._where = self._program.name
-        views = [o.output for o in self._program.ops if isinstance(o, SelectRows) and o.output not in self._done]
-        wrong = [name for name in views if name not in self._pass.schedule.slices]
-        wanted = sorted(op.output for op in self._program.ops)
-        found = sorted(self._done + views)
-        if wrong or found != wanted:
-            differing = wrong or sorted(set(found) ^ set(wanted)) or [n for n in found if found.count(n) > 1]
-            self._fail(f"{differing[0]} is not made exactly once")
-        for name in (self._program.outputs[LOGITS], CHOICES):
-            if name not in self._intact:
-                self._fail(f"{name} is not there at the end")
+    def engine(self, step):
+        unit, program = self.units[step.key], self.schedule.program
+        bound = dict((*step.inputs, *step.outputs))
+        assert len(bound) == len(unit.inputs) + len(unit.outputs)
+        for binding in (*unit.inputs, *unit.outputs):
+            tensor = bound[binding.name]
+            wanted = ("int32", None) if tensor == CHOICES else ("bf16", self.schedule.widths[tensor])
+            assert (binding.dtype, binding.columns) == wanted, f"{unit.key}.{binding.name} for {tensor}"
+            assert self.range(tensor)[1].first % ALIGNMENT == 0, f"{tensor} is not aligned"
+        rows = unit.profiles[step.profile]
+        least = 1 if program.commits and step.rows == self.rows else step.rows
+        assert rows.low <= least <= step.rows <= rows.high
+        assert step.rows == (self.block if program.outputs[LOGITS] in step.writes else self.rows)
+        self.done += [bound.get(op.output, op.output) for op in unit.ops]
 
-    def _bindings(self, step: RunEngine) -> None:
-        unit = self._units.get(step.run.key)
-        if unit is None:
-            self._fail(f"there is no plan {step.run.key}")
-        bound = self._pass.bound(step)
-        for sides, run in ((unit.inputs, step.run.reads), (unit.outputs, step.run.writes)):
-            names = [name for name, _ in run]
-            if sorted(names) != sorted(b.name for b in sides):
-                self._fail(f"plan {unit.key} has {[b.name for b in sides]}, bound are {names}")
-            for binding in sides:
-                self._fits(unit, binding, dict(run)[binding.name])
-        addresses = dict(bound.addresses)
-        if len(addresses) != len(bound.addresses):
-            self._fail(f"plan {unit.key} has a tensor that is bound twice")
-        for name, address in addresses.items():
-            if address.offset % ALIGNMENT:
-                self._fail(f"{name} lies at {address}, wanted a multiple of {ALIGNMENT}")
-        if bound.profile >= len(unit.profiles):
-            self._fail(f"plan {unit.key} has {len(unit.profiles)} profiles, the pass needs profile {bound.profile}")
-        rows, most = unit.profiles[bound.profile], bound.rows or self._pass.rows
-        least = most if bound.rows or bound.profile == 0 else 1
-        if not rows.low <= least <= most <= rows.high:
-            self._fail(f"plan {unit.key} takes {rows.low} to {rows.high} rows, the pass has {least} to {most}")
-        self.report.engines += 1
-        self.report.bindings += len(addresses)
-
-    def _fits(self, unit: Unit, binding: Binding, tensor: str) -> None:
-        found = ("int32", None) if tensor in ("ids", CHOICES) else ("bf16", self._pass.schedule.widths.get(tensor))
-        if (binding.dtype, binding.columns) != found:
-            self._fail(
-                f"{unit.key}.{binding.name} is {binding.dtype} of {binding.columns} columns, {tensor} is {found}"
-            )
-
-    def _reads(self, tensors: tuple[str, ...]) -> None:
+    def write(self, index, tensors):
+        later = {self.schedule.place(name)[0] for step in self.schedule.steps[index:] for name in step.reads}
+        later |= {self.schedule.program.outputs[LOGITS], CHOICES, *(self.range(name)[0] for name in tensors)}
         for tensor in tensors:
-            root, where = self._range(tensor)
-            if self._intact.get(root) != where:
-                self._fail(f"{tensor} is read, but it is not there: it was not written yet, or written over")
-
-    def _writes(self, index: int, tensors: tuple[str, ...]) -> None:
-        later = self._read_from(index)
-        fresh = {self._range(tensor)[0] for tensor in tensors}
-        for tensor in tensors:
-            root, where = self._range(tensor)
-            for other, taken in list(self._intact.items()):
+            root, where = self.range(tensor)
+            for other, taken in list(self.intact.items()):
                 if other != root and where.meets(taken):
-                    if other in later or other in fresh:
-                        self._fail(f"{tensor} is written over {other}, which is still needed")
-                    del self._intact[other]
-            if root in self._intact:
-                self._fail(f"{tensor} is written twice")
-            self._intact[root] = where
-            self.report.tensors.add(root)
+                    assert other not in later, f"{tensor} is written over {other}, which is still needed"
+                    del self.intact[other]
+            assert root not in self.intact, f"{tensor} is written twice"
+            self.intact[root] = where
 
-    def _ran(self, run: Run) -> None:
-        """Note the ops of an engine by the tensors that they make in this pass."""
-        tensors = dict(run.writes)
-        self._done += [tensors.get(op.output, op.output) for op in self._units[run.key].ops]
-
-    def _read_from(self, index: int) -> set[str]:
-        """Tensors with memory that this step or a later one reads, or the pass gives back."""
-        steps = self._pass.schedule.steps[index:]
-        read = {self._pass.schedule.place(name)[0] for step in steps for name in step.reads}
-        return read | {self._program.outputs[LOGITS], CHOICES, "ids"}
-
-    def _range(self, tensor: str) -> tuple[str, Range]:
+    def range(self, tensor):
         """Root tensor that holds a tensor, and all its bytes."""
-        address: Address = self._pass.address(tensor)
-        if address.buffer != "arena":
-            return (self._program.outputs[LOGITS] if address.buffer == "logits" else address.buffer), Range(
-                address.buffer, address.offset, address.offset + 4 * self._pass.rows
-            )
-        root, _ = self._pass.schedule.place(tensor)
-        place, columns = self._pass.places[root], self._pass.schedule.columns[root]
-        size = 2 * columns * max(self._pass.rows, self._pass.block)
-        if place.stride != columns or size > place.nbytes or place.offset + place.nbytes > self._pass.arena:
-            self._fail(f"{root} has {size} bytes without gaps, its place is {place} in {self._pass.arena} bytes")
+        buffer, _ = address(self.schedule, self.places, tensor)
+        if buffer != "arena":
+            return self.schedule.program.outputs[LOGITS] if buffer == "logits" else CHOICES, Range(buffer, 0, 1)
+        root, _ = self.schedule.place(tensor)
+        place, columns = self.places[root], self.schedule.columns[root]
+        size = 2 * columns * max(self.rows, self.block)
+        assert place.stride == columns, f"{root} has gaps"
+        assert size <= place.nbytes, f"{root} has too little room"
+        assert place.offset + place.nbytes <= self.arena, f"{root} is past the arena"
         return root, Range("arena", place.offset, place.offset + size)
-
-    def _fail(self, what: str) -> NoReturn:
-        raise BackendError(f"{self._where}: {what}; the schedule is wrong, report it")

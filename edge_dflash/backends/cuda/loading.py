@@ -17,7 +17,7 @@ from edge_dflash.backends.cuda.kernels.experts import ExpertKernels
 from edge_dflash.backends.cuda.kernels.linear import Linears
 from edge_dflash.backends.cuda.kernels.splits import ALONE_ROWS, MOST_ROWS, StreamSplits, row_tile
 from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, DevicePointer, Matrix
-from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, mixes, shape_of
+from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, mixes
 from edge_dflash.backends.cuda.passes import Buffers, Common, DeviceLayout, Frame, Kernels, Pass
 from edge_dflash.backends.cuda.schedule import place, schedule
 from edge_dflash.backends.cuda.states import Sizes, States
@@ -113,8 +113,6 @@ class Launches:
         passes = {"prefill": programs.prefill, "verify": programs.verify, "propose": programs.propose}
         schedules = {name: schedule(program, formats, wide=name == "prefill") for name, program in passes.items()}
         self._mixes = mixes(schedules.values())
-        for step in self._mixes.values():
-            shape_of(step)
         placed = {name: place(steps, tile) for name, steps in schedules.items() if name != "prefill"}
         placed["prefill"] = place(schedules["prefill"], max(sizes.prefill_rows, tile), self._kept)
         places = {name: found for name, (found, _) in placed.items()}

@@ -25,8 +25,11 @@ from edge_dflash.errors import BackendError
 
 
 def mixes(schedules: Iterable[Schedule]) -> dict[str, Mix]:
-    """The layers of experts in some passes, by the output of the op."""
-    return {step.op.output: step for each in schedules for step in each.steps if isinstance(step, Mix)}
+    """The layers of experts in some passes, by the output of the op. Raises BackendError for what no kernel takes."""
+    found = {step.op.output: step for each in schedules for step in each.steps if isinstance(step, Mix)}
+    for step in found.values():
+        shape_of(step)
+    return found
 
 
 def shape_of(step: Mix) -> ExpertsShape:

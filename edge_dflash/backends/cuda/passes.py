@@ -113,16 +113,15 @@ class Common:
 
 
 class Frame(ABC):
-    """One pass, ready to be enqueued: its tensors, its state kernels, its embedding."""
+    """One pass, ready to be enqueued: its tensors, and every kernel but those of linears and what engines hold."""
 
-    mixtures: Mixtures | None = None  # of a target with experts
-
-    def __init__(self, common: Common, name: str) -> None:
+    def __init__(self, common: Common, name: str, mixtures: Mixtures | None = None) -> None:
+        """``mixtures``: of a target with experts."""
         layout, buffers = common.layout, common.buffers
         self.schedule, self.places = layout.schedules[name], layout.places[name]
         self.prefill = name == "prefill"
         self.rows = layout.sizes.of_pass(name)
-        self.common, self.kernels = common, common.kernels
+        self.common, self.kernels, self.mixtures = common, common.kernels, mixtures
         block = None if self.prefill or self.rows == layout.sizes.rows else self.rows
         self.words = Words(buffers.control, self.prefill, block)
         self.choices = buffers.drafts if name == "propose" else buffers.choices
@@ -158,12 +157,21 @@ class Frame(ABC):
                 x, out = self._matrix(step.reads[0]), self._matrix(step.writes[0])
                 columns = self.schedule.widths[step.writes[0]]
                 self.kernels.small.last_row(x, out.pointer, columns, self.rows, self.words.rows_there)
+            case steps.Gather():
+                self._gather(step)
+            case steps.Convolve():
+                self._convolve(step)
+            case steps.Mix():
+                assert self.mixtures is not None
+                (x, *added), (out, *_) = self._tensors(step)
+                residual, norm = next(iter(added), None), self._norm_behind(step)
+                self.mixtures.run(step, x, out, self.rows, self.words, residual=residual, norm=norm)
             case _:
                 self._dense(step, logits)
 
     @abstractmethod
     def _dense(self, step: PassStep, logits: bool) -> None:
-        """Enqueue a step of dense ops."""
+        """Enqueue a step of linears, or of what stands in their place."""
 
     def _draft(self, step: steps.Draft, sampled: bool) -> None:
         buffers, walker, slots = self.common.buffers, self.kernels.walker, self.words.slots
@@ -173,12 +181,30 @@ class Frame(ABC):
         tokens, sampling = self.choices.behind(skipped), buffers.sampling if sampled else None
         walker.walk(logits, buffers.control, buffers.counted, tokens, sampling, slots=slots)
 
-    def _gather(self, weight: str, out: str, norm: Norm | None = None) -> None:
+    def _gather(self, step: steps.Gather) -> None:
         """Rows of the embedding for the pass's ids."""
-        columns, table, buffers = self.schedule.widths[out], self.common.embeddings[weight], self.common.buffers
+        out, common, buffers = step.writes[0], self.common, self.common.buffers
         images = buffers.images if self.prefill and buffers.images.nbytes else NULL
-        what = (self.rows, columns, self.common.layout.vocabulary, norm, images)
-        self.kernels.small.embed(buffers.ids, table, self._matrix(out), *what)
+        what = (self.rows, self.schedule.widths[out], common.layout.vocabulary, self._norm_behind(step), images)
+        self.kernels.small.embed(buffers.ids, common.embeddings[step.weight], self._matrix(out), *what)
+
+    def _convolve(self, step: steps.Convolve) -> None:
+        (u, c, *added), out = self._tensors(step)
+        base, slots = self.common.states.norm(step.op.base, plus_one=False), self.words.slots
+        width, residual = self.schedule.widths[step.writes[0]], next(iter(added), None)
+        what = (out[0], self.rows // slots, width, residual, self._norm_behind(step), slots)
+        self.kernels.conv.convolve(step.op, u, c, base, *what)
+
+    def _norm_behind(self, step: steps.BeforeNorm) -> Norm | None:
+        """The norm that a step ends with."""
+        return Norm(self._norm(op), op.eps, self._matrix(step.writes[1])) if (op := step.norm) else None
+
+    def _norm(self, op: ops.RmsNorm) -> DevicePointer:
+        return self.common.states.norm(op.weight, plus_one=op.plus_one)
+
+    def _tensors(self, step: PassStep) -> tuple[list[Matrix], list[Matrix]]:
+        """What a step reads, and what it writes."""
+        return [self._matrix(name) for name in step.reads], [self._matrix(name) for name in step.writes]
 
     def _state(self, step: steps.State) -> None:
         states, buffers = self.common.states, self.common.buffers
@@ -223,8 +249,8 @@ class Pass(Frame):
         weights: Mapping[str, LinearWeights],
         mixtures: Mixtures | None = None,
     ) -> None:
-        super().__init__(common, name)
-        self._linears, self._weights, self.mixtures = linears, weights, mixtures
+        super().__init__(common, name, mixtures)
+        self._linears, self._weights = linears, weights
         self._in_blocks = {} if self.prefill else strides_of_blocks(self.schedule, self._window)
 
     def narrow(self, rows: int, slots: int = 1) -> Pass:
@@ -246,32 +272,18 @@ class Pass(Frame):
         if isinstance(step, steps.Head):
             self._head(step, logits)
             return
-        inputs, out = ([self._matrix(name) for name in names] for names in (step.reads, step.writes))
+        inputs, out = self._tensors(step)
         widths, rows = [self.schedule.widths[name] for name in step.writes], self._rows(step)
-        norm, residual = None, None  # of what makes a matrix of (x[, residual])
-        if isinstance(step, steps.BeforeNorm) and step.norm is not None:
-            norm = Norm(self._norm(step.norm), step.norm.eps, out[1])
-        if isinstance(step, steps.Project | steps.Mix) and len(inputs) > 1:
-            residual = inputs[1]
         match step:
-            case steps.Gather():
-                self._gather(step.weight, step.writes[0], norm)
             case steps.Multiply():
                 self._multiply(step, inputs[0], out)
             case steps.Project():
-                self._project(step, inputs[0], out[0], residual, norm)
-            case steps.Mix():
-                assert self.mixtures is not None
-                self.mixtures.run(step, inputs[0], out[0], self.rows, self.words, residual=residual, norm=norm)
+                residual = inputs[1] if len(inputs) > 1 else None
+                self._project(step, inputs[0], out[0], residual, self._norm_behind(step))
             case steps.Normalise():
                 self.kernels.small.rms_norm(inputs[0], self._norm(step.op), out[0], rows, widths[0], step.op.eps)
             case steps.Copy():
                 self.kernels.cycle.copy(inputs, out, widths, rows)
-            case steps.Convolve():
-                u, c, *added = inputs
-                base, slots = self.common.states.norm(step.op.base, plus_one=False), self.words.slots
-                what = (out[0], rows // slots, widths[0], added[0] if added else None, norm, slots)
-                self.kernels.conv.convolve(step.op, u, c, base, *what)
             case steps.Columns():
                 self.kernels.cycle.elementwise(step.op, inputs, out[0], rows, widths[0])
             case _:
@@ -300,6 +312,3 @@ class Pass(Frame):
             linears.tiles(weights, x, [out], self.rows, residual=residual, valid=self.words.rows_there)
             return
         linears.split_linear(weights, x, out, self.rows, self.common.buffers.linear, residual=residual, norm=norm)
-
-    def _norm(self, op: ops.RmsNorm) -> DevicePointer:
-        return self.common.states.norm(op.weight, plus_one=op.plus_one)

@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.memory import Allocator, DevicePointer
-from edge_dflash.backends.tensorrt.compile import error_log
-from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX, Flavour, load
-from edge_dflash.backends.tensorrt.lower import DTYPES
-from edge_dflash.backends.tensorrt.units import Binding, Unit
+from edge_dflash.backends.cuda.tensorrt.compile import error_log
+from edge_dflash.backends.cuda.tensorrt.flavours import TENSORRT_RTX, Flavour, load
+from edge_dflash.backends.cuda.tensorrt.lower import DTYPES
+from edge_dflash.backends.cuda.tensorrt.units import Binding, Unit
 from edge_dflash.errors import BackendError
 
 Enqueue = Callable[[], None]

@@ -9,21 +9,38 @@ BF16 in scratch memory first. It does the same to NVFP4 weights whose input is n
 W4A4 weights that multiply the same codes are stacked into one matrix, whose product is cut into theirs: they are one op
 here. TensorRT for RTX 1.7 would do that itself while it builds, with the same kernels for products and quantization,
 but in a way that takes three quarters of the build.
+
+A pass of the vision tower holds the patches of one picture, so attention has no mask. It is two products and a softmax
+(layers that TensorRT has had since 10.8), written as TensorRT's own fused kernels want it, in BF16 with the scale in
+the queries. So scores and their shares are rounded to BF16, which the reference does not do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from edge_dflash.backends.tensorrt.lower_tower import TowerOp, position_rows, tower_op
-from edge_dflash.backends.tensorrt.net import DType, Net
-from edge_dflash.backends.tensorrt.units import CHOICES, LOGITS, Binding, Unit
+from edge_dflash.backends.cuda.tensorrt.net import DType, Net
+from edge_dflash.backends.cuda.tensorrt.units import CHOICES, LOGITS, Binding, Unit
 from edge_dflash.errors import BackendError
-from edge_dflash.model.ops import Add, Concat, DenseOp, Embed, Linear, PositionRows, RmsNorm, SwiGlu
+from edge_dflash.model.ops import (
+    Add,
+    Bias,
+    Concat,
+    DenseOp,
+    Fold,
+    FrameAttend,
+    GeluErf,
+    GeluTanh,
+    LayerNorm,
+    Linear,
+    PositionRows,
+    RmsNorm,
+    SwiGlu,
+)
 from edge_dflash.weights.formats import (
     BLOCK,
     Array,
@@ -101,11 +118,13 @@ def _linears(net: Net, op: Linear, unit: Unit, x: Any, store: WeightStore) -> di
 
 
 def _op(net: Net, op: DenseOp, inputs: list[Any], store: WeightStore) -> Any:
+    def vector(name: str) -> Any:
+        return net.constant(_values(_wide(store, name)).reshape(1, -1), "FLOAT")
+
+    x = inputs[0]
     match op:
-        case Embed():
-            return embed(net, inputs[0], _wide(store, op.weight))
         case RmsNorm():
-            return rms_norm(net, inputs[0], _wide(store, op.weight), op.eps, plus_one=op.plus_one)
+            return rms_norm(net, x, _wide(store, op.weight), op.eps, plus_one=op.plus_one)
         case Add():
             return add(net, *inputs)
         case SwiGlu():
@@ -113,10 +132,18 @@ def _op(net: Net, op: DenseOp, inputs: list[Any], store: WeightStore) -> Any:
         case Concat():
             return net.concat(inputs)
         case PositionRows():
-            table = net.constant(bf16_bits(_wide(store, op.weight).data), "BF16")
-            return position_rows(net, inputs[0], inputs[1], table)
-        case _ if isinstance(op, TowerOp):
-            return tower_op(net, op, inputs, lambda name: _wide(store, name))
+            return position_rows(net, x, inputs[1], net.constant(bf16_bits(_wide(store, op.weight).data), "BF16"))
+        case Bias():
+            return net.cast(net.elementwise(net.cast(x, "FLOAT"), vector(op.weight), "SUM"), "BF16")
+        case LayerNorm():
+            return layer_norm(net, x, vector(op.weight), vector(op.bias), op.eps)
+        case GeluTanh() | GeluErf():
+            form: Literal["GELU_TANH", "GELU_ERF"] = "GELU_TANH" if isinstance(op, GeluTanh) else "GELU_ERF"
+            return net.cast(net.gelu(net.cast(x, "FLOAT"), form), "BF16")
+        case Fold():
+            return net.shaped(x, (-1, op.count * net.columns(x)))
+        case FrameAttend():
+            return frame_attend(net, op, x, inputs[1], inputs[2])
         case _:
             raise BackendError(f"{op.output}: {type(op).__name__} has no TensorRT lowering; run it beside the plans")
 
@@ -132,20 +159,27 @@ def _shape(binding: Binding) -> tuple[int, ...]:
     return (-1,) if binding.columns is None else (-1, binding.columns)
 
 
-def embed(net: Net, ids: Any, weight: WideWeight) -> Any:
-    """ids [rows] int32 -> rows of the table [V, H] BF16."""
-    return net.gather_rows(net.constant(bf16_bits(weight.data), "BF16"), ids)
-
-
 def rms_norm(net: Net, x: Any, weight: WideWeight, eps: float, *, plus_one: bool) -> Any:
     """w' x / sqrt(mean(x^2) + eps) in FP32; w' = w, or 1 + w."""
-    factor = bf16_to_f32(weight.data) if weight.data.dtype == np.uint16 else weight.data
-    wide = net.cast(x, "FLOAT")
-    mean = net.reduce(net.elementwise(wide, wide, "PROD"), "AVG", keep=True)
-    root = net.unary(net.elementwise(mean, net.constant(np.full((1, 1), eps, np.float32), "FLOAT"), "SUM"), "SQRT")
-    normed = net.elementwise(wide, net.unary(root, "RECIP"), "PROD")
+    factor = _values(weight)
+    normed = _normed(net, net.cast(x, "FLOAT"), eps)
     factor = (np.float32(1) + factor if plus_one else factor).reshape(1, -1)
     return net.cast(net.elementwise(normed, net.constant(factor, "FLOAT"), "PROD"), "BF16")
+
+
+def layer_norm(net: Net, x: Any, weight: Any, bias: Any, eps: float) -> Any:
+    """w (x - mean) / sqrt(variance + eps) + b in FP32; ``weight`` and ``bias`` [1, columns]."""
+    wide = net.cast(x, "FLOAT")
+    away = net.elementwise(wide, net.reduce(wide, "AVG", keep=True), "SUB")
+    normed = net.elementwise(_normed(net, away, eps), weight, "PROD")
+    return net.cast(net.elementwise(normed, bias, "SUM"), "BF16")
+
+
+def _normed(net: Net, x: Any, eps: float) -> Any:
+    """x / sqrt(mean(x^2) + eps) in FP32."""
+    mean = net.reduce(net.elementwise(x, x, "PROD"), "AVG", keep=True)
+    root = net.unary(net.elementwise(mean, net.constant(np.full((1, 1), eps, np.float32), "FLOAT"), "SUM"), "SQRT")
+    return net.elementwise(x, net.unary(root, "RECIP"), "PROD")
 
 
 def add(net: Net, a: Any, b: Any) -> Any:
@@ -158,6 +192,37 @@ def swiglu(net: Net, gate: Any, up: Any) -> Any:
     gate, up = net.cast(gate, "FLOAT"), net.cast(up, "FLOAT")
     silu = net.elementwise(gate, net.sigmoid(gate), "PROD")
     return net.cast(net.elementwise(silu, up, "PROD"), "BF16")
+
+
+def position_rows(net: Net, corners: Any, shares: Any, table: Any) -> Any:
+    """Sum over t of shares [rows, t] times rows ``corners`` [rows, t] of the table, in FP32."""
+    taken = net.cast(net.gather_rows(table, corners), "FLOAT")  # [rows, 4, H]
+    weighted = net.elementwise(taken, net.shaped(shares, (-1, net.columns(shares), 1)), "PROD")
+    return net.cast(net.reduce(weighted, "SUM", keep=False), "BF16")
+
+
+def frame_attend(net: Net, op: FrameAttend, qkv: Any, cosine: Any, sine: Any) -> Any:
+    """Every row attends to all rows of the pass."""
+    heads, dim = op.heads, op.head_dim
+    parts = net.shaped(qkv, (-1, 3 * heads, dim), (1, 0, 2))  # [3 heads, rows, D]
+    turning, v = net.split_columns(parts, (2 * heads, heads), axis=0)
+    turning = _turned(net, turning, dim, cosine, sine)
+    q, k = net.split_columns(turning, (heads, heads), axis=0)
+    q = net.elementwise(q, net.constant(np.full((1, 1, 1), op.scale, np.float32), "FLOAT"), "PROD")
+    scores = net.times_transposed(net.cast(q, "BF16"), net.cast(k, "BF16"))  # [heads, rows, rows]
+    attended = net.times(net.softmax(scores), v)
+    return net.turned(attended, (1, 0, 2), (-1, heads * dim))
+
+
+def _turned(net: Net, x: Any, dim: int, cosine: Any, sine: Any) -> Any:
+    """Dims j and j + D / 2 of x [n, rows, D] turned by the angle of column j, in FP32."""
+    half = dim // 2
+    cosine, sine = (net.shaped(table, (1, -1, half)) for table in (cosine, sine))
+    low, high = net.split_columns(net.cast(x, "FLOAT"), (half, half), axis=2)
+
+    left, right = (net.elementwise(part, cosine, "PROD") for part in (low, high))
+    first = net.elementwise(left, net.elementwise(high, sine, "PROD"), "SUB")
+    return net.concat([first, net.elementwise(right, net.elementwise(low, sine, "PROD"), "SUM")], axis=2)
 
 
 def argmax(net: Net, logits: Any, columns: int) -> Any:
@@ -238,3 +303,8 @@ def _check(net: Net, x: Any, weight: Weight) -> None:
     columns = net.columns(x)
     if len(weight.shape) != 2 or weight.shape[1] != columns:
         raise BackendError(f"{net.scope}: a weight {list(weight.shape)} for {columns} inputs; it is another model's")
+
+
+def _values(weight: WideWeight) -> Array:
+    """A wide weight as float32."""
+    return bf16_to_f32(weight.data) if weight.data.dtype == np.uint16 else weight.data

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX, flavour_of, load
-from edge_dflash.backends.tensorrt.lower import Lowered, lower
-from edge_dflash.backends.tensorrt.units import Binding, RowRange, Unit
+from edge_dflash.backends.cuda.tensorrt.flavours import TENSORRT_RTX, flavour_of, load
+from edge_dflash.backends.cuda.tensorrt.lower import Lowered, lower
+from edge_dflash.backends.cuda.tensorrt.units import Binding, RowRange, Unit
 from edge_dflash.board.archs import find_arch
 from edge_dflash.errors import BackendError, BuildError
 from edge_dflash.weights.formats import WeightStore

@@ -1,1 +1,0 @@
-"""TensorRT: the dense ops of a pair as engines made of standard layers; state stays with the native kernels."""
