@@ -23,7 +23,7 @@ from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.drafts import draft_choice
 from edge_dflash.decode.gaze import SeenStats
 from edge_dflash.decode.grammar.compiled import hold, warm_up
-from edge_dflash.decode.options import Options, Task
+from edge_dflash.decode.options import Options
 from edge_dflash.decode.shape import PairShape
 from edge_dflash.decode.store import PrefixStats
 from edge_dflash.errors import RequestError
@@ -31,14 +31,15 @@ from edge_dflash.model.specs import VisionSpec
 from edge_dflash.pictures.decode import ImageLimits
 from edge_dflash.runner.astream import AsyncPlanStream, Unwanted
 from edge_dflash.runner.engine import Engine
-from edge_dflash.runner.images import ImageReader
 from edge_dflash.runner.job import OBSERVED, Job, Observer
 from edge_dflash.runner.planning import Planning, never
 from edge_dflash.runner.recording import AnswerLog, Recording, RecordStats
-from edge_dflash.runner.request import Model, Preparer
+from edge_dflash.runner.request import Preparer
 from edge_dflash.runner.settings import EngineOptions, EngineSettings, OpenOptions, OpenSettings
 from edge_dflash.runner.stream import PlanStream
 from edge_dflash.session import PlannerSession
+from edge_dflash.text.images import ImageReader
+from edge_dflash.text.prompt import Task
 from edge_dflash.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -91,11 +92,11 @@ class Planner(Planning[PlannerSession]):
         recorder = AnswerLog(checked.record) if isinstance(checked.record, Recording) else None
         if recorder is not None:
             weakref.finalize(self, recorder.close)
-        self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)), images, recorder)
         self._letting_go = threading.Lock()
         self._engine = Engine(backend, bundle, checked, observer)
         self._submit = self._engine.submit
-        self._preparer = Preparer(self._model, self._engine.check_room)
+        ends, room = tuple(dict.fromkeys(stop_token_ids)), self._engine.check_room
+        self._preparer = Preparer(backend.shape, tokenizer, ends, images, recorder, room)
         weakref.finalize(self, self._engine.close, drain=False, timeout=_CLOSE_SECONDS)
         self._end_forms = (lambda: None) if tokenizer is None else hold(self, tokenizer)
 
@@ -190,15 +191,15 @@ class Planner(Planning[PlannerSession]):
     def _let_go(self) -> None:
         with self._letting_go:
             self._engine.backend.close()
-            if self._model.recorder is not None:
-                self._model.recorder.close()
+            if self._preparer.recorder is not None:
+                self._preparer.recorder.close()
             self._end_forms()
 
     def warm_up(self) -> None:
         """Begin to build what the first form else waits for, on other cores: 3 s, 220 MB with 248,000 tokens."""
         if self.tokenizer is not None:
             with suppress(RequestError):  # a model that takes no forms
-                warm_up(self.tokenizer, self._model.ends_of_form())
+                warm_up(self.tokenizer, self._preparer.ends_of_form())
 
     @property
     def backend(self) -> Backend:
@@ -242,17 +243,17 @@ class Planner(Planning[PlannerSession]):
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a plan: the model's own end-of-text ids."""
-        return self._model.stop_token_ids
+        return self._preparer.stop_token_ids
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The bundle's tokenizer; None when the bundle takes and returns token ids only."""
-        return self._model.tokenizer
+        return self._preparer.tokenizer
 
     @property
     def recorded(self) -> RecordStats:
         """What became of finished answers; all zeros without ``record``."""
-        return RecordStats() if self._model.recorder is None else self._model.recorder.stats
+        return RecordStats() if self._preparer.recorder is None else self._preparer.recorder.stats
 
     @property
     def prefixes(self) -> PrefixStats:
@@ -291,7 +292,7 @@ class Planner(Planning[PlannerSession]):
 
     def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError when it is of another kind, empty, or cannot be turned into ids."""
-        return self._preparer.prompt(task, Options(thinking=thinking, raw=raw)).ids  # nothing is queued
+        return self._preparer.prompter.prompt(task, Options(thinking=thinking, raw=raw)).ids  # nothing is queued
 
     def session(self, system: str | None = None) -> PlannerSession:
         """A new conversation, with a system prompt if one is given."""

@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge_dflash.common.rules import PATH, checked, is_deeper
-from edge_dflash.decode.options import Options, Task, as_messages
+from edge_dflash.decode.options import Options
 from edge_dflash.decode.saved import SessionState, load_session, save_session
 from edge_dflash.errors import RequestError, one_line
 from edge_dflash.runner.astream import Unwanted
-from edge_dflash.runner.images import name_of
 from edge_dflash.runner.job import Job
 from edge_dflash.runner.planning import Conversing
-from edge_dflash.runner.request import Conversation, as_message, tools_of
 from edge_dflash.text.chat import Answer
-from edge_dflash.text.images import sources_of
+from edge_dflash.text.images import name_of, sources_of
+from edge_dflash.text.prompt import Conversation, Task, as_message, as_messages, tools_of
 from edge_dflash.text.template import Message, for_templates
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Backend, Precision
 from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.pictured import text_ids
 from edge_dflash.errors import BuildError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.pictures.pictured import text_ids
 from edge_dflash.text.tokenizer import Tokenizer
 
 MAX_PARAMETERS = 600_000_000  # of target and drafter: 2.4 GB as float32

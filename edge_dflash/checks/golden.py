@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.common.files import is_there
-from edge_dflash.decode.pictured import Pictured, Placed
 from edge_dflash.errors import CheckpointError, VerificationError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.registry import DRAFTERS
 from edge_dflash.model.specs import PairSpec, PatchSpec, TargetSpec
 from edge_dflash.pictures.picture import picture_of
+from edge_dflash.pictures.pictured import Pictured, Placed
 from edge_dflash.weights.checkpoint import PairCheckpoint, checkpoint_pair
 from edge_dflash.weights.formats import Array, Nvfp4Weight, Weight, WeightStore
 from edge_dflash.weights.safetensors import TensorFiles
@@ -290,7 +290,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, eq=False)
 class GoldenPicture:
-    """A picture by the tower's input. See :class:`~edge_dflash.decode.pictured.Picture`."""
+    """A picture by the tower's input. See :class:`~edge_dflash.pictures.pictured.Picture`."""
 
     patches: npt.NDArray[np.float32]
     grid: tuple[int, int]

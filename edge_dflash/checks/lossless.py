@@ -24,10 +24,10 @@ from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.generation import Generation, generate
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.pictured import Pictured
 from edge_dflash.decode.sampling import Packed
 from edge_dflash.decode.shape import PairShape
 from edge_dflash.errors import RequestError, VerificationError
+from edge_dflash.pictures.pictured import Pictured
 from edge_dflash.weights.formats import Array
 
 OWN = "own"  # the pair's drafter, among the names of adversaries

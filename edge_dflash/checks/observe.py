@@ -21,12 +21,12 @@ from edge_dflash.decode.cycle import host_cycle
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.pictured import Pictured, Placed, Seen, Sight
 from edge_dflash.decode.tree import Parents
 from edge_dflash.decode.walk import WalkRows
 from edge_dflash.model.ops import Experts, GroupedConv, MarkovWalk, Op, SelectorWalk
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.pictures.pictured import Pictured, Placed, Seen, Sight
 from edge_dflash.weights.formats import Array, WeightStore
 
 if TYPE_CHECKING:

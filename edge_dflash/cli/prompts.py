@@ -12,10 +12,10 @@ from edge_dflash.bench.run import Form
 from edge_dflash.bench.subjects import Prompts
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.common.files import LARGE, directory, read_text
-from edge_dflash.decode.pictured import text_ids
 from edge_dflash.demo.checking import plan_schema
 from edge_dflash.demo.tasks import HELDOUT, MODELS
 from edge_dflash.errors import ContextError, RequestError
+from edge_dflash.pictures.pictured import text_ids
 from edge_dflash.planner import Planner, Task
 
 _CALIBRATION = "robot_planning.jsonl"

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from edge_dflash.decode.grammar.schema import schema_text
-from edge_dflash.decode.options import DECLARED, Options, Task, as_messages, token_ids
+from edge_dflash.decode.options import DECLARED, Options
 from edge_dflash.errors import RequestError, ServiceError
 from edge_dflash.pictures.decode import data_url
 from edge_dflash.text.images import changed
+from edge_dflash.text.prompt import Task, as_messages, token_ids
 from edge_dflash.text.template import Message
 
 OWNER = "edge-dflash"  # of the models that a service of this package lists

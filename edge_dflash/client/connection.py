@@ -16,10 +16,11 @@ from urllib.parse import unquote, urlsplit
 from edge_dflash.client.api import Served, ask
 from edge_dflash.client.reading import Reading, chunk_of, error_of
 from edge_dflash.decode.accept import FinishReason
-from edge_dflash.decode.options import Options, Task
+from edge_dflash.decode.options import Options
 from edge_dflash.errors import EdgeDflashError, RequestError, ServiceError
 from edge_dflash.result import Increment, Plan
 from edge_dflash.runner.stream import Ticket
+from edge_dflash.text.prompt import Task
 
 T = TypeVar("T")
 _CONNECT_SECONDS = 10.0

@@ -18,13 +18,14 @@ from edge_dflash.client.api import pick, with_urls
 from edge_dflash.client.connection import Asking, Connection
 from edge_dflash.common import rules
 from edge_dflash.common.rules import PATH, TEXT
-from edge_dflash.decode.options import Options, Task, as_messages, token_ids
+from edge_dflash.decode.options import Options
 from edge_dflash.decode.shape import PairShape
 from edge_dflash.errors import EdgeDflashError, RequestError
 from edge_dflash.result import Plan
 from edge_dflash.runner.astream import Unwanted
 from edge_dflash.runner.planning import Conversing, Planning, never
 from edge_dflash.runner.stream import PlanStream
+from edge_dflash.text.prompt import Task, as_messages, token_ids
 from edge_dflash.text.template import Message
 
 _ARGUMENTS = {

@@ -28,18 +28,6 @@ def accepted(drafts: Sequence[int], choices: Sequence[int], tolerated: Sequence[
     return len(drafts)
 
 
-def cut(
-    tokens: Sequence[int], stop_token_ids: Collection[int], budget: int, at_budget: FinishReason
-) -> tuple[list[int], FinishReason | None]:
-    """Keep tokens up to the first stop token (kept) or the budget; return them and why generation ends, if it does."""
-    for index, token in enumerate(tokens[:budget]):
-        if token in stop_token_ids:
-            return list(tokens[: index + 1]), "stop"
-    if len(tokens) >= budget:
-        return list(tokens[:budget]), at_budget
-    return list(tokens), None
-
-
 @dataclass(frozen=True)
 class Relaxation:
     """A draft is tolerated when it is among the ``top_k`` tokens and within ``margin`` logits of the best."""

@@ -13,11 +13,11 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.decode.pictured import Picture, Seen, Sight
 from edge_dflash.decode.sampling import GREEDY, Packed, Sampling
 from edge_dflash.decode.shape import PairShape
 from edge_dflash.decode.tree import Parents
 from edge_dflash.errors import BackendError
+from edge_dflash.pictures.pictured import Picture, Seen, Sight
 from edge_dflash.weights.formats import KvFormat
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome, Rows, Snapshot
 from edge_dflash.decode.cycle import host_cycle, host_cycles
-from edge_dflash.decode.pictured import Picture, Seen, Sight
 from edge_dflash.decode.shape import PairShape
 from edge_dflash.decode.tree import Parents
+from edge_dflash.pictures.pictured import Picture, Seen, Sight
 
 
 class Delegate:

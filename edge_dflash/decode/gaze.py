@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edge_dflash.decode.backend import Backend
-from edge_dflash.decode.pictured import Pictured, Placed, Seen, Sight
 from edge_dflash.decode.store import Budgeted
+from edge_dflash.pictures.pictured import Pictured, Placed, Seen, Sight
 
 SEEN_BYTES = 256 << 20
 """Budget of a backend's pictures."""

@@ -12,8 +12,8 @@ from edge_dflash.decode.controls import NO_CONTROLS, Controls
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.loop import Step, given, turns
 from edge_dflash.decode.options import Options, Request, admit
-from edge_dflash.decode.pictured import Placed
 from edge_dflash.decode.session import Session, SessionManager
+from edge_dflash.pictures.pictured import Placed
 
 
 def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS) -> Iterator[Step]:

@@ -24,19 +24,17 @@ class TokenLogprob:
 
 
 def token_logprobs(
-    logits: Callable[[], npt.NDArray[np.float32]] | None,
+    logits: Callable[[], npt.NDArray[np.float32]],
     tokens: Sequence[int],
-    alternatives: int | None,
+    alternatives: int,
     spell: Callable[[int], bytes | None] = lambda token: None,
     known: Callable[[], Sequence[float]] | None = None,
 ) -> tuple[TokenLogprob, ...]:
     """Log-probabilities of ``tokens``, with the text that ``spell`` gives each.
 
-    Row r of ``logits`` [at least len(tokens), V] is the distribution of ``tokens[r]``. ``alternatives`` None: nothing
-    was asked for, and ``logits`` is not called; 0: nor is it where ``known`` gives those of the tokens.
+    Row r of ``logits`` [at least len(tokens), V] is the distribution of ``tokens[r]``. Without ``alternatives`` it is
+    not called where ``known`` gives those of the tokens.
     """
-    if alternatives is None or logits is None:
-        return ()
     if alternatives == 0 and known is not None:
         return tuple(TokenLogprob(token, one, (), spell(token)) for token, one in zip(tokens, known(), strict=False))
     return tuple(_of_row(row, token, alternatives, spell) for row, token in zip(logits(), tokens, strict=False))

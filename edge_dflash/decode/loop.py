@@ -8,7 +8,7 @@ elsewhere. Who runs it makes its cycles, so that several sequences can share a p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,12 +16,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.decode.accept import FinishReason, cut
+from edge_dflash.decode.accept import FinishReason
 from edge_dflash.decode.backend import Asked, Cycle, Outcome, Rows
 from edge_dflash.decode.controls import NO_CONTROLS, Controls, CycleTime, Interrupted, Pace
 from edge_dflash.decode.gaze import Gaze
 from edge_dflash.decode.logprobs import TokenLogprob, token_logprobs
 from edge_dflash.decode.options import Request
+from edge_dflash.decode.sampling import choose
 from edge_dflash.decode.session import Session
 from edge_dflash.decode.steering import Steered
 
@@ -64,21 +65,21 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
     answer, backend = _Answer(session, request, controls), session.backend
     pace = answer.pace
     prompt, chunk, entered, seconds = request.prompt, backend.shape.prefill_chunk, False, 0.0
-    done, gaze = session.begin(request), session.gaze(request)
+    done, gaze = session.begin(request), session.gaze(request) if request.pictures else None
     try:
         while True:  # fill: chunk by chunk, and before each the pictures that it shows
             if reason := pace.refuse(controls, partial(answer.fill_seconds, gaze, done)):
                 yield Step((), reason, verify_seconds=seconds)
                 return
             end = min(end for end in (done + chunk, len(prompt), *session.cuts) if end > done)
-            if (unseen := gaze.unseen(done, end)) is not None:
+            if gaze is not None and (unseen := gaze.unseen(done, end)) is not None:
                 began = time.perf_counter()
                 gaze.see(unseen)
                 pace.record_tower(unseen.picture.tokens, took := time.perf_counter() - began)
                 seconds += took
             else:
                 lane, began, entered = session.enter(), time.perf_counter(), True
-                rows = backend.prefill(prompt[done:end], lane, gaze.sight(done, end))
+                rows = backend.prefill(prompt[done:end], lane, gaze.sight(done, end) if gaze is not None else None)
                 rows.argmax()  # wait: no more than one chunk is ever under way
                 pace.record_prefill(end - done, took := time.perf_counter() - began)
                 done, seconds = end, seconds + took
@@ -109,9 +110,9 @@ class _Answer:
     def __init__(self, session: Session, request: Request, controls: Controls) -> None:
         self.session, self.request, self.controls = session, request, controls
         self.pace = controls.pace or Pace()
-        self.steered = Steered(
-            request.options.sampling, controls.constraint, controls.relaxation, request.stop_token_ids
-        )
+        self.sampling, self.steered = request.options.sampling, None
+        if controls.constraint is not None or controls.relaxation is not None:
+            self.steered = Steered(self.sampling, controls.constraint, controls.relaxation, request.stop_token_ids)
         self.budget = request.budget  # tokens that may still come
         self.tokens: list[int] = []  # of the newest step that has some; the last one is the next anchor
         self.reason: FinishReason | None = None  # why it ended
@@ -119,15 +120,17 @@ class _Answer:
     def first(self, rows: Rows, lane: int, seconds: float) -> Step:
         """The step of the token after the prompt, of whose last row ``rows`` has the logits."""
         began = time.perf_counter()
-        logprobs = self._keep([self.steered.first(rows, len(self.request.prompt))], rows.logits)
+        masks = self.steered.masks(()) if self.steered is not None else None
+        logprobs = self._keep(choose(rows, self.sampling, len(self.request.prompt), masks), rows.logits)
         self.session.advance(lane, self.tokens, first=True)
         seconds += time.perf_counter() - began
         return Step(tuple(self.tokens), self.reason, verify_seconds=seconds, first=True, logprobs=logprobs)
 
-    def fill_seconds(self, gaze: Gaze, done: int) -> float:
+    def fill_seconds(self, gaze: Gaze | None, done: int) -> float:
         """Estimate for what the prompt lacks: its tokens in chunks, and the pictures among them that were not seen."""
         tokens, chunk = len(self.request.prompt) - done, self.session.backend.shape.prefill_chunk
-        return self.pace.prefill_seconds(tokens, chunk) + self.pace.tower_seconds(gaze.left(done))
+        towers = self.pace.tower_seconds(gaze.left(done)) if gaze is not None else 0.0
+        return self.pace.prefill_seconds(tokens, chunk) + towers
 
     def cycle(self) -> Turns:
         """Propose from the newest token, verify and accept on the backend; commit what the answer takes."""
@@ -140,8 +143,8 @@ class _Answer:
         lane, began = session.enter(), time.perf_counter()
         cycle: Cycle = yield Asked(
             self.tokens[-1],
-            self.steered.sampling,
-            self.steered.steering,
+            self.sampling,
+            self.steered,
             drafts,
             options.logprobs is not None,
             threshold=options.draft_confidence,
@@ -175,10 +178,25 @@ class _Answer:
         kept, self.reason = cut(tokens, request.stop_token_ids, self.budget, request.at_budget)
         if (end := controls.ends(kept)) is not None:
             kept, self.reason = kept[:end], "stop"
-        found = token_logprobs(logits, kept, request.options.logprobs, controls.spell, logprobs)
-        self.steered.commit(kept)
+        found = tuple[TokenLogprob, ...]()
+        if (alternatives := request.options.logprobs) is not None and logits is not None:
+            found = token_logprobs(logits, kept, alternatives, controls.spell, logprobs)
+        if self.steered is not None:
+            self.steered.commit(kept)
         self.tokens, self.budget = kept, self.budget - len(kept)
         return found
+
+
+def cut(
+    tokens: Sequence[int], stop_token_ids: Collection[int], budget: int, at_budget: FinishReason
+) -> tuple[list[int], FinishReason | None]:
+    """Keep tokens up to the first stop token (kept) or the budget; return them and why generation ends, if it does."""
+    for index, token in enumerate(tokens[:budget]):
+        if token in stop_token_ids:
+            return list(tokens[: index + 1]), "stop"
+    if len(tokens) >= budget:
+        return list(tokens[:budget]), at_budget
+    return list(tokens), None
 
 
 def given(steps: Turns, outcome: Outcome | None) -> Step | Asked:

@@ -1,4 +1,4 @@
-"""What a request may ask for: its task, and its options, each declared once.
+"""What a request may ask for: its options, each declared once; and what of it runs on a loaded pair.
 
 :class:`Options` is the table: type, default, rule and meaning of each option, and where else it stands. Flags of
 ``edge-dflash generate``, what stands under ``edge_dflash`` of a request over HTTP, the OpenAPI document, what a
@@ -11,22 +11,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from numbers import Integral
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypedDict
 
 from edge_dflash.common import rules
-from edge_dflash.common.rules import FLAG, TEXT, TEXTS, Rule, refuse_surrogates
+from edge_dflash.common.rules import FLAG, TEXT, TEXTS, Rule
 from edge_dflash.decode.accept import FinishReason, Relaxation
 from edge_dflash.decode.logprobs import MOST_ALTERNATIVES
-from edge_dflash.decode.pictured import Pictured, Placed, check_pictures
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.decode.shape import PairShape
 from edge_dflash.errors import ContextError, RequestError
-from edge_dflash.text.images import with_parts
-from edge_dflash.text.template import Message
+from edge_dflash.pictures.pictured import Pictured, Placed, check_pictures
 from edge_dflash.text.tool_calls import Tool, chosen_tools, function_of, is_strict
-
-Task: TypeAlias = str | Sequence[Message] | Sequence[int]
 
 
 class PlanOptions(TypedDict, total=False):
@@ -210,7 +205,7 @@ class Options:
     @property
     def forced_tools(self) -> tuple[Tool, ...]:
         """Tools of which one must be called; none when the model is free. Raises RequestError for a choice of none."""
-        return chosen_tools(self.tools or (), self.tool_choice)
+        return () if self.tool_choice in ("auto", "none") else chosen_tools(self.tools or (), self.tool_choice)
 
     @property
     def strict_calls(self) -> bool:
@@ -232,36 +227,6 @@ DECLARED: Mapping[str, Declaration] = {one.name: one.metadata["declared"] for on
 RULES: Mapping[str, Rule] = {name: place.rule for name, place in DECLARED.items()}
 
 
-def token_ids(task: Sequence[Any]) -> tuple[int, ...]:
-    """Token ids must be integers; the loop checks their number and range."""
-    for token in task:
-        if isinstance(token, bool) or not isinstance(token, Integral):
-            raise RequestError(f"{token!r} is no token id; give text, a list of messages or a list of integer ids")
-    return tuple(int(token) for token in task)
-
-
-def as_messages(task: Task) -> list[Message] | None:
-    """The task as messages, each content one text or a list of texts and images; None when it is token ids.
-
-    Raises RequestError when it is of another kind, or empty.
-    """
-    if isinstance(task, str):
-        if not task.strip():
-            raise RequestError("the task is empty; say what is to be done")
-        refuse_surrogates(task, "the task")
-        return [{"role": "user", "content": task}]
-    try:
-        first: Any = None if isinstance(task, bytes | bytearray | Mapping) else task[0] if len(task) else 0
-    except (TypeError, IndexError, KeyError):  # no sequence
-        first = None
-    if first is None:
-        raise RequestError(f"the task is of type {type(task).__name__}; give text, a list of messages or token ids")
-    if isinstance(first, Mapping):
-        refuse_surrogates(task, "messages")
-        return [with_parts(message, index) for index, message in enumerate(task)]  # type: ignore[arg-type]  # no ids
-    return None
-
-
 @dataclass(frozen=True)
 class Request:
     """What may run on a loaded pair: a prompt and its options, checked by :func:`admit`."""
@@ -278,6 +243,11 @@ class Request:
     def pictured(self) -> Pictured:
         """The prompt with its pictures."""
         return Pictured(self.prompt, self.pictures)
+
+    @property
+    def identities(self) -> tuple[int, ...]:
+        """What prompts are compared by: see :attr:`~edge_dflash.pictures.pictured.Pictured.identities`."""
+        return self.pictured.identities if self.pictures else self.prompt
 
 
 def admit(
@@ -303,7 +273,8 @@ def admit(
         for token in ids:
             if not 0 <= token < shape.vocab_size:
                 raise RequestError(f"{kind} {token} is outside the vocabulary of {shape.vocab_size}")
-    check_pictures(Pictured(prompt, tuple(pictures)), shape.image_token_id)
+    if pictures:
+        check_pictures(Pictured(prompt, tuple(pictures)), shape.image_token_id)
     used = len(prompt)
     if odd := [at for at in keep if not 0 < at < used]:
         raise RequestError(f"keep names length {odd[0]} of a prompt of {used}; give 1 to {used - 1}")

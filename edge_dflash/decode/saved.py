@@ -27,10 +27,10 @@ import numpy as np
 
 from edge_dflash.common.tables import decode, encode
 from edge_dflash.decode.backend import Snapshot
-from edge_dflash.decode.pictured import Picture, Pictured, Placed
 from edge_dflash.errors import BundleError, CheckpointError, RequestError, StorageError, short
 from edge_dflash.model.specs import PatchSpec
 from edge_dflash.pictures.picture import PatchedPicture
+from edge_dflash.pictures.pictured import Picture, Pictured, Placed
 from edge_dflash.weights.formats import Array
 from edge_dflash.weights.safetensors import DTYPES, Entry, TensorFiles
 

@@ -24,10 +24,10 @@ from typing import TypeVar
 from edge_dflash.decode.backend import Backend, Snapshot
 from edge_dflash.decode.gaze import Gaze, SeenStore
 from edge_dflash.decode.options import Request
-from edge_dflash.decode.pictured import Pictured, Placed, check_pictures
 from edge_dflash.decode.saved import SessionState
 from edge_dflash.decode.store import PrefixStore, Reuse
 from edge_dflash.errors import BackendError, BundleError, ContextError, DeviceLostError, RequestError, short
+from edge_dflash.pictures.pictured import Pictured, Placed, check_pictures
 
 
 class Session:
@@ -103,7 +103,7 @@ class Session:
         ``again``: others may have used the lanes since the first time, and no chunk was computed.
         """
         self._check_open()
-        self.reuse, snapshot = self._manager.find(self, request.pictured, counted=not again)
+        self.reuse, snapshot = self._manager.find(self, request.identities, counted=not again)
         self._request, self._found, self._chunked = request, (snapshot,), 0
         self.cuts = (*self._kept(request), *((len(request.prompt) - 1,) if self.heirs else ()))
         return self.reuse.tokens
@@ -241,14 +241,16 @@ class SessionManager:
         """The pictures of a sequence, for its chunks."""
         return Gaze(sequence, self.backend, self.seen)
 
-    def find(self, session: Session, prompt: Pictured, *, counted: bool = True) -> tuple[Reuse, Snapshot | None]:
-        """The longest state there is that ``prompt`` begins with, and its snapshot; None: a lane holds it.
+    def find(self, session: Session, tokens: tuple[int, ...], *, counted: bool = True) -> tuple[Reuse, Snapshot | None]:
+        """The longest state there is that a prompt begins with, and its snapshot; None: a lane holds it.
+
+        ``tokens`` are those by which prompts are compared (:attr:`~edge_dflash.decode.options.Request.identities`).
 
         The last token is never part of it: its pass gives the logits. The session's own state comes first, then the
         prefix store; a gated-delta state cannot be taken back to where a prompt parts from it.
         """
         present = session.snapshot is not None or self.lanes.of(session) is not None
-        held, tokens = session.rows if present else 0, prompt.identities
+        held = session.rows if present else 0
         same = 0 < held < len(tokens) and session.computed.identities[:held] == tokens[:held]
         own = held if same else 0
         stored = self.store.longest(tokens[:-1], longer_than=own, counted=counted)
@@ -286,7 +288,8 @@ class SessionManager:
         if (lane := self.lanes.of(session)) is not None:
             return lane
         rows, sequence, backend = session.rows, session.computed, self.backend
-        lane, gaze = self.place(session, *self.find(session, sequence.until(rows + 1))), self.gaze(sequence)
+        found = self.find(session, sequence.until(rows + 1).identities)
+        lane, gaze = self.place(session, *found), self.gaze(sequence)
         while (at := backend.length(lane)) < rows:
             end = min(rows, at + backend.shape.prefill_chunk)
             if (unseen := gaze.unseen(at, end)) is not None:

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from edge_dflash.decode.accept import Relaxation, ThinkingSpan
-from edge_dflash.decode.backend import Rows, Steering
+from edge_dflash.decode.backend import Rows
 from edge_dflash.decode.sampling import Packed, Sampling, choose, pack
 from edge_dflash.errors import RequestError
 
@@ -45,7 +45,7 @@ class Constraint(Protocol):
 
 
 class Steered:
-    """The choices of one request.
+    """The choices of one request that has a grammar or is relaxed (:class:`~edge_dflash.decode.backend.Steering`).
 
     With a grammar, drafts that it forbids are replaced before they are verified and tokens that it forces are
     proposed without asking the drafter; both only raise the accept length. The target's own choice at every row is
@@ -67,19 +67,9 @@ class Steered:
         self._thinking = ThinkingSpan(relaxation, stop_token_ids) if relaxation is not None else None
 
     @property
-    def steering(self) -> Steering | None:
-        """What a cycle asks the host; None where logits and sampling alone make every choice."""
-        return None if self._constraint is None and self._thinking is None else self
-
-    @property
     def tolerant(self) -> bool:
         """Whether acceptance is relaxed."""
         return self._thinking is not None
-
-    def first(self, rows: Rows, position: int) -> int:
-        """The choice after the prompt, for ``position``; ``rows`` has one row."""
-        masks = self.masks(()) if self._constraint is not None else None
-        return choose(rows, self.sampling, position, masks)[0]
 
     def drafts(self, rows: Rows, position: int) -> list[int]:
         """Draft tokens for positions ``position``, ...; fewer than rows when the grammar ends or gives up before.

@@ -98,7 +98,7 @@ class PrefixStore(Budgeted[bytes, Snapshot]):
         self._tokens = self._refused = 0
 
     def put(self, tokens: Sequence[int], snapshot: Snapshot) -> bool:
-        """Store the state after ``tokens`` (:attr:`~edge_dflash.decode.pictured.Pictured.identities`).
+        """Store the state after ``tokens`` (:attr:`~edge_dflash.pictures.pictured.Pictured.identities`).
 
         The caller must not write to its arrays any more. False, and nothing stored or dropped, when it is larger than
         the budget. Raises ValueError when the snapshot holds another number of tokens.

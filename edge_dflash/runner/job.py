@@ -93,7 +93,7 @@ class Job:
 
     def _shared_prompt(self, group: Sequence[Job]) -> Turns:
         """Compute the prompt but its last token, and leave its state to each of the group."""
-        shared, prompt = self._manager.open(), self.request.pictured
+        shared, prompt = self._manager.open(), self.request.identities
         if self._manager.find(shared, prompt, counted=False)[0].prefilled == 1:  # each of them finds it
             return
         self._shared, shared.heirs = shared, [one._session for one in group]
@@ -153,9 +153,7 @@ class Job:
     def reader(self) -> AnswerReader:
         """Makes increments of the steps; each who reads them has one."""
         request, options = self.request, self.request.options
-        return AnswerReader(
-            request.model.tokenizer, request.prompt, request.stop_token_ids, options.tools, options.stops
-        )
+        return AnswerReader(request.tokenizer, request.prompt, request.stop_token_ids, options.tools, options.stops)
 
     def end_unstarted(self, reason: Ended) -> None:
         """End a request that never ran."""
@@ -180,7 +178,7 @@ class Job:
             value = json_value(answer.content) if made.finish_reason == "stop" else None
         return Plan(
             object=value,
-            text=answer.content if request.model.tokenizer is not None else None,
+            text=answer.content if request.tokenizer is not None else None,
             thinking=answer.thinking,
             tool_calls=answer.tool_calls,
             malformed=answer.malformed,

@@ -11,11 +11,12 @@ from numbers import Real
 from typing import Any, Generic, TypeAlias, TypeVar, Unpack
 
 from edge_dflash.common import rules
-from edge_dflash.decode.options import Options, PlanOptions, Task
+from edge_dflash.decode.options import Options, PlanOptions
 from edge_dflash.errors import RequestError, one_line, short
 from edge_dflash.result import Plan
 from edge_dflash.runner.astream import AsyncPlanStream, Unwanted, apart
 from edge_dflash.runner.stream import PlanStream
+from edge_dflash.text.prompt import Task
 
 S = TypeVar("S")
 Rank: TypeAlias = Callable[[Plan], float]

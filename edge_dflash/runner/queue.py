@@ -59,14 +59,14 @@ class Queue(Generic[T]):
         """Requests in the order of their arrival."""
         return iter(self._waiting)
 
-    def push(self, one: T) -> T | None:
-        """Queue a request; returns the one that it evicts. Raises QueueFullError, naming the limit."""
-        evicted = self.check(one.priority, one.caller)
+    def push(self, request: T) -> T | None:
+        """Queue a request; returns the request that it evicts. Raises QueueFullError, naming the limit."""
+        evicted = self.check(request.priority, request.caller)
         if evicted is not None:
             del self._waiting[evicted]
-        for group, member in _turns(one.caller):
+        for group, member in _turns(request.caller):
             self._served[member] = max(self._served.get(member, 0), self._last.get(group, -1) + 1)
-        self._waiting[one] = next(self._arrivals)
+        self._waiting[request] = next(self._arrivals)
         if len(self._served) > REMEMBERED:
             self._forget()
         return evicted
@@ -99,21 +99,21 @@ class Queue(Generic[T]):
             self._forget()
         return one
 
-    def remove(self, one: T) -> bool:
+    def remove(self, request: T) -> bool:
         """Take a request out; False when it does not wait."""
-        return self._waiting.pop(one, None) is not None
+        return self._waiting.pop(request, None) is not None
 
-    def _order(self, one: T) -> tuple[float, ...]:
+    def _order(self, request: T) -> tuple[float, ...]:
         """Of the request with the lowest it is the turn."""
-        (_, account), (_, caller) = _turns(one.caller)
-        within = self._served[caller] if "/" in one.caller else 0  # other accounts take turns with accounts
-        deadline = math.inf if one.deadline is None else one.deadline
-        return -one.priority, self._served[account], within, deadline, self._waiting[one]
+        (_, account), (_, caller) = _turns(request.caller)
+        within = self._served[caller] if "/" in request.caller else 0  # other accounts take turns with accounts
+        deadline = math.inf if request.deadline is None else request.deadline
+        return -request.priority, self._served[account], within, deadline, self._waiting[request]
 
-    def _eviction(self, one: T) -> tuple[int, int, int]:
+    def _eviction(self, request: T) -> tuple[int, int, int]:
         """The request with the lowest is evicted first."""
-        of_account = sum(_account(other.caller) == _account(one.caller) for other in self)
-        return one.priority, -of_account, -self._waiting[one]
+        of_account = sum(_account(other.caller) == _account(request.caller) for other in self)
+        return request.priority, -of_account, -self._waiting[request]
 
     def _forget(self) -> None:
         """Forget the turns of those that have nothing waiting."""

@@ -16,8 +16,8 @@ from edge_dflash.common import rules
 from edge_dflash.common.rules import FLAG, Rule
 from edge_dflash.decode.shape import MOST_LANES
 from edge_dflash.pictures.decode import DEFAULT_LIMITS
-from edge_dflash.runner.images import MOST_IMAGES
 from edge_dflash.runner.recording import LEAST, Recording
+from edge_dflash.text.images import MOST_IMAGES
 
 S = TypeVar("S", bound="EngineSettings")
 

@@ -186,12 +186,14 @@ class PlanStream(Iterator[Increment]):
     def __init__(self, job: Streamed, owner: object) -> None:
         """Read what a job gives; ``owner`` is kept alive meanwhile. Made by Planner.stream."""
         self._job, self._ticket, self._owner = job, job.ticket, owner
-        self._increments = map(job.reader(), job.ticket)
+        self._increments: Iterator[Increment] | None = None  # made when they are read
         self._closed = False
 
     def __next__(self) -> Increment:
         if self._closed:
             raise StopIteration
+        if self._increments is None:
+            self._increments = map(self._job.reader(), self._ticket)
         return next(self._increments)
 
     def __enter__(self) -> PlanStream:

@@ -254,12 +254,12 @@ atexit.register(_process.stop)
 os.register_at_fork(after_in_child=_process.forget)
 
 
-def _json(value: object) -> str:
+def _json(body: object) -> str:
     """A list comes item by item: other threads wait for as long as one call of the encoder takes."""
     try:
-        if isinstance(value, list):
-            return "[" + ",".join(map(_encoder.encode, value)) + "]"
-        return _encoder.encode(value)
+        if isinstance(body, list):
+            return "[" + ",".join(map(_encoder.encode, body)) + "]"
+        return _encoder.encode(body)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"the messages are no plain JSON values ({error}); give texts, numbers and lists") from None
 

@@ -322,12 +322,10 @@ def is_strict(tool: Tool) -> bool:
 
 
 def chosen_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
-    """The tools of which one must be called: all for "required", one for a name, none for "auto" and "none".
+    """The tools of which one must be called: all for "required", one for a name.
 
     Raises RequestError for another choice, and where there are no tools to choose from.
     """
-    if choice in ("auto", "none"):
-        return ()
     if not tools:
         raise RequestError(f"tool_choice is {choice[:60]!r}, and there are no tools; give tools, or auto")
     names = [str(function_of(tool).get("name")) for tool in tools]

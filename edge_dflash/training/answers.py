@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edge_dflash.common.progress import Progress, unheard
-from edge_dflash.decode.options import Options, PlanOptions, as_messages
+from edge_dflash.decode.options import Options, PlanOptions
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.runner.recording import mend
+from edge_dflash.text.prompt import as_messages
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.training.data import TrainingData, TrainingTask
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from edge_dflash.decode.options import Options, as_messages
+from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 from edge_dflash.text.images import is_image
+from edge_dflash.text.prompt import as_messages
 from edge_dflash.text.template import Message
 
 SHAPING = ("schema", "regex", "grammar", "whitespace", "tools", "tool_choice", "thinking")

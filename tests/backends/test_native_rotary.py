@@ -8,8 +8,8 @@ import pytest
 from edge_dflash.backends.cuda.memory import Allocator, DevicePointer
 from edge_dflash.backends.cuda.rotary import RotaryTables, axes_of, rope_table
 from edge_dflash.backends.cuda.tower import Eyes
-from edge_dflash.decode.pictured import Sight
 from edge_dflash.model.specs import RopeSpec
+from edge_dflash.pictures.pictured import Sight
 
 SIGHTED = RopeSpec(10000.0, 64, mrope_section=(11, 11, 10))
 ROWS, LANES = 40, 3

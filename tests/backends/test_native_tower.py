@@ -19,9 +19,9 @@ from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.tower import TorchTower
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.decode.backend import Precision
-from edge_dflash.decode.pictured import SeenRows, Sight
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
+from edge_dflash.pictures.pictured import SeenRows, Sight
 from edge_dflash.weights.layout import unpack
 from edge_dflash.weights.stacks import program_stacks
 

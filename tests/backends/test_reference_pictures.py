@@ -7,8 +7,8 @@ from pictures_support import filled, mixed, noise, picture, prompt
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.backend import Asked, Precision
-from edge_dflash.decode.pictured import Sight
 from edge_dflash.errors import BackendError
+from edge_dflash.pictures.pictured import Sight
 
 RUNS = range(4)
 TOLERANCE = 1e-4

@@ -18,8 +18,8 @@ from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.manifest import check_manifest
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.cli import app
-from edge_dflash.decode.pictured import text_ids
 from edge_dflash.errors import BackendError, BundleError, RecipeError
+from edge_dflash.pictures.pictured import text_ids
 
 TARGET, DRAFTER = directories("vision")
 VISION = "weights/target-vision.safetensors"

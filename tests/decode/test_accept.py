@@ -7,10 +7,11 @@ from golden_pairs import backend, golden
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_dflash.decode.accept import Relaxation, ThinkingSpan, accepted, cut
+from edge_dflash.decode.accept import Relaxation, ThinkingSpan, accepted
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.generation import generate
+from edge_dflash.decode.loop import cut
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 

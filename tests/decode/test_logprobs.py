@@ -97,9 +97,6 @@ class TestRows:
         (one,) = token_logprobs(lambda: row, [3], 2)
         assert isinstance(one, TokenLogprob)
 
-    def test_nothing_is_read_unless_it_is_asked_for(self):
-        assert token_logprobs(lambda: pytest.fail("was read"), [1, 2], None) == ()
-
 
 class Noting(Delegate):
     """Notes how cycles are asked, and that no logits are read."""

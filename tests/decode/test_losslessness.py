@@ -14,9 +14,9 @@ from edge_dflash.decode.backend import Cycle
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.generation import collect, generate, stream
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.pictured import Pictured
 from edge_dflash.decode.tree import branch, check_chain
 from edge_dflash.errors import BackendError
+from edge_dflash.pictures.pictured import Pictured
 
 SAMPLED = Options(temperature=4.0, top_k=40, top_p=0.9, seed=7)
 MODES = {"greedy": Options(), "sampled": SAMPLED}

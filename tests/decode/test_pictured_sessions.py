@@ -21,11 +21,11 @@ from edge_dflash.decode.gaze import SeenStore
 from edge_dflash.decode.generation import collect
 from edge_dflash.decode.loop import turns
 from edge_dflash.decode.options import Options, admit
-from edge_dflash.decode.pictured import Pictured, Placed
 from edge_dflash.decode.saved import SessionState
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore, Reuse
 from edge_dflash.errors import BackendError, RequestError
+from edge_dflash.pictures.pictured import Pictured, Placed
 
 FRAME, OTHER = picture(0), picture(2)
 SYSTEM, ASKED, NEXT = [3, 1, 4, 1], [5, 9], [2, 6, 5]

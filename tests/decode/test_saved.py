@@ -18,10 +18,10 @@ from edge_dflash.decode import saved
 from edge_dflash.decode.backend import Precision, Snapshot
 from edge_dflash.decode.generation import collect
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.pictured import Pictured, Placed
 from edge_dflash.decode.saved import SessionState, load_session, save_session
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.errors import BundleError, RequestError
+from edge_dflash.pictures.pictured import Pictured, Placed
 
 BF16 = Precision("bfloat16", "bfloat16")
 SMALL = SessionState((3, 1, 4), Snapshot(2, {"s": np.arange(6, dtype=np.float32).reshape(2, 3)}), "bundle")

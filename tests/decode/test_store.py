@@ -11,8 +11,8 @@ from pictures_support import noise
 
 from edge_dflash.decode.backend import Snapshot
 from edge_dflash.decode.gaze import SeenStats, SeenStore
-from edge_dflash.decode.pictured import Placed
 from edge_dflash.decode.store import PrefixStore
+from edge_dflash.pictures.pictured import Placed
 
 TOKEN = 8  # bytes of a token in a key
 

@@ -24,15 +24,15 @@ from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.gaze import SeenStore
 from edge_dflash.decode.generation import collect, generate
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.pictured import Pictured
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
 from edge_dflash.demo.checking import plan_schema
 from edge_dflash.demo.tasks import EYES, HELDOUT, PICTURED, check_plan, messages, picture, task_from_json
 from edge_dflash.pictures.picture import picture_of
+from edge_dflash.pictures.pictured import Pictured
 from edge_dflash.planner import Planner
-from edge_dflash.runner.images import ImageReader
-from edge_dflash.runner.request import Model, Preparer
+from edge_dflash.text.images import ImageReader
+from edge_dflash.text.prompt import Prompter
 from edge_dflash.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -99,7 +99,7 @@ def shown(*parts):
 
 def said(*parts):
     """The prompt of :func:`shown`."""
-    prompt = Preparer(Model(backend(), words(), (), ImageReader(vision()))).prompt(shown(*parts), Options())
+    prompt = Prompter(words(), (), ImageReader(vision())).prompt(shown(*parts), Options())
     assert len(prompt.pictures) == sum(not isinstance(part, str) for part in parts)
     return Pictured(prompt.ids, prompt.pictures)
 

@@ -12,7 +12,7 @@ from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.runner.request import Preparer, Prompt
+from edge_dflash.text.prompt import Prompt, Prompter
 
 FRAME, OTHER = picture(0), picture(1)
 SAID = mixed([3, 1, 4], FRAME, [1, 5])
@@ -22,7 +22,7 @@ TEXT = mixed([7, 7, 3, 5])
 DRAWN = {"max_new_tokens": 9, "temperature": 2.0, "seed": 5}
 
 
-class Showing(Preparer):
+class Showing(Prompter):
     """Gives ids the pictures that they have in one of the prompts above."""
 
     def prompt(self, task, options, known=None, check=None):
@@ -58,7 +58,7 @@ def eyes():
 @pytest.fixture
 def planner(eyes):
     with Planner(eyes, None) as opened:
-        opened._preparer = Showing(opened._model)
+        opened._preparer.prompter = Showing(None)
         yield opened
 
 
@@ -136,6 +136,6 @@ def test_a_session_that_is_cancelled_in_the_tower_is_as_it_was(planner, eyes):
 
 def test_a_target_without_a_tower_refuses_pictures_by_name():
     with Planner(backend("qwen3_5"), None) as opened:
-        opened._preparer = Showing(opened._model)
+        opened._preparer.prompter = Showing(None)
         with pytest.raises(RequestError, match=r"images \(1\), and this target has no vision tower"):
             opened.plan(SAID.ids)

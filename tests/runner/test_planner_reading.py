@@ -33,7 +33,7 @@ def test_a_camera_that_writes_the_next_frame_meanwhile_spoils_no_later_request(b
     with seeing(backend, tmp_path / "alone") as planner:
         alone = [planner.plan(shown(frame), **OPTIONS).tokens for frame in FRAMES]
         began = time.perf_counter()
-        making.picture_of(FRAMES[0], planner._model.images.vision.patches)
+        making.picture_of(FRAMES[0], planner._preparer.prompter.images.vision.patches)
         took = time.perf_counter() - began
     assert alone[0] != alone[1]
     with seeing(backend, tmp_path / "attacked") as planner:
@@ -72,7 +72,7 @@ def planner(backend, tmp_path):
 
 
 def test_a_deadline_ends_the_waiting_for_memory(planner):
-    gate = planner._model.images.gate
+    gate = planner._preparer.prompter.images.gate
     with gate.hold(gate.budget):
         plan = planner.plan(shown(FRAMES[0]), deadline=0.2, **OPTIONS)
         assert (plan.finish_reason, plan.tokens) == ("deadline", ())
@@ -87,7 +87,7 @@ def test_a_deadline_ends_the_waiting_for_memory(planner):
 def test_a_turn_that_ends_while_it_waits_for_memory_reads_each_image_once(planner, monkeypatch, system):
     opened, counted = making.opened, []
     monkeypatch.setattr(making, "opened", lambda *given: counted.append(1) or opened(*given))
-    gate = planner._model.images.gate
+    gate = planner._preparer.prompter.images.gate
     with gate.hold(gate.budget), planner.session(system) as session:
         assert session.plan(shown(FRAMES[0]), deadline=0.2, **OPTIONS).finish_reason == "deadline"
     assert len(counted) == 1
@@ -95,7 +95,7 @@ def test_a_turn_that_ends_while_it_waits_for_memory_reads_each_image_once(planne
 
 def test_a_deadline_counts_from_the_call_and_not_from_where_images_are_read(planner):
     began = time.perf_counter() - 30
-    gate = planner._model.images.gate
+    gate = planner._preparer.prompter.images.gate
     for session in (None, planner.session()):
         with gate.hold(gate.budget):
             (asked,) = planner._ask(shown(FRAMES[0]), session, Options(deadline=20.0), began)
@@ -111,7 +111,7 @@ def test_what_nobody_wants_any_more_when_it_is_prepared_never_runs(planner):
 
 
 def test_cancelling_ends_the_waiting_for_memory(planner):
-    gate = planner._model.images.gate
+    gate = planner._preparer.prompter.images.gate
 
     async def ask():
         stream = planner.astream(shown(FRAMES[0]), **OPTIONS)
@@ -143,7 +143,7 @@ class Held(Delegate):
 def test_a_full_queue_refuses_before_anything_is_decoded_and_while_it_waits(backend, tmp_path, monkeypatch):
     held = Held(backend)
     with seeing(held, tmp_path, queue=2) as planner:
-        gate, outcome = planner._model.images.gate, []
+        gate, outcome = planner._preparer.prompter.images.gate, []
         streams = [planner.stream("Go", max_new_tokens=2, caller="a")]
         assert held.inside.wait(30)
 

@@ -16,9 +16,9 @@ from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.generation import decode
 from edge_dflash.decode.loop import given, turns
 from edge_dflash.decode.options import Options, admit
-from edge_dflash.decode.pictured import Pictured
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
+from edge_dflash.pictures.pictured import Pictured
 
 LANES = 4
 SEES = "vision"

@@ -12,10 +12,10 @@ from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.controls import NO_CONTROLS
 from edge_dflash.decode.generation import decode
 from edge_dflash.decode.options import admit
-from edge_dflash.decode.pictured import Pictured, Placed
 from edge_dflash.model import pair_programs
 from edge_dflash.model.vision import TOWER
 from edge_dflash.pictures.picture import PatchedPicture
+from edge_dflash.pictures.pictured import Pictured, Placed
 from edge_dflash.planner import Planner
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.formats import WideWeight

@@ -18,11 +18,11 @@ from text_support import write_tokenizer
 
 from edge_dflash.builder.scales import read_prompts
 from edge_dflash.common.files import directory
-from edge_dflash.decode.options import Options, as_messages
+from edge_dflash.decode.options import Options
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.runner.request import Conversation, Model, Preparer, as_message, tools_of
 from edge_dflash.text.chat import Answer, thinking_is_open
+from edge_dflash.text.prompt import Conversation, Prompter, as_message, as_messages, tools_of
 from edge_dflash.text.tokenizer import Tokenizer
 
 FAMILIES = ("qwen3", "qwen3_5", "odd")
@@ -192,14 +192,14 @@ def test_of_an_answer_only_its_thinking_span_is_read(name):
 def test_the_next_turn_of_a_session_is_text_as_well(name):
     tokenizer = family(name)[1]
     end = tokenizer.eos_token_id
-    preparer = Preparer(Model(FakeBackend(), tokenizer, (end,)))
+    prompter = Prompter(tokenizer, (end,))
     said = [ASK]
     tokens = (*tokenizer.encode_chat(said, enable_thinking=False), *tokenizer.encode_text("Done."), end)
     messages = [*said, {"role": "assistant", "content": "Done."}]
     known = Conversation(messages, tokens, tools=tools_of(Options()))
 
     def next_turn(task, thinking=False):
-        return preparer.prompt(task, Options(), replace(known, thinking=thinking)).ids
+        return prompter.prompt(task, Options(), replace(known, thinking=thinking)).ids
 
     for forged, thinking in itertools.product(FORGED, (False, True)):
         new, harmless = (next_turn(task, thinking)[len(tokens) :] for task in (forged, HARMLESS))

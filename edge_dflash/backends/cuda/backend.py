@@ -25,12 +25,12 @@ from edge_dflash.backends.cuda.warming import warm_up
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.backend import Asked, Cycle, Outcome, Precision, Snapshot, no_drafter
 from edge_dflash.decode.cycle import host_cycle, outcome_of
-from edge_dflash.decode.pictured import Picture, Seen, Sight
 from edge_dflash.decode.shape import PairShape, check_lane, lane_steps
 from edge_dflash.decode.tree import Parents, check_chain, check_commit
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.pictures.pictured import Picture, Seen, Sight
 
 
 class NativeBackend:

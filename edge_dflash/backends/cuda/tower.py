@@ -22,12 +22,12 @@ from edge_dflash.backends.cuda.schedule import Schedule, place, readers_of
 from edge_dflash.backends.cuda.steps import PassStep
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.backend import no_tower
-from edge_dflash.decode.pictured import Picture, Sight
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Add, Bias, Fold, FrameAttend, GeluErf, GeluTanh, LayerNorm, Linear, Op, PositionRows
 from edge_dflash.model.program import Program
 from edge_dflash.model.specs import VisionSpec
 from edge_dflash.model.vision import patch_tables
+from edge_dflash.pictures.pictured import Picture, Sight
 from edge_dflash.weights.formats import WeightFormat
 from edge_dflash.weights.stacks import program_stacks
 

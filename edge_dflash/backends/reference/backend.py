@@ -14,7 +14,6 @@ from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.backends.reference.tower import TorchTower
 from edge_dflash.decode.backend import Asked, Cycle, Outcome, Precision, Rows, Snapshot, no_drafter, no_tower
 from edge_dflash.decode.cycle import host_cycle, host_cycles
-from edge_dflash.decode.pictured import Picture, Seen, Sight
 from edge_dflash.decode.shape import PairShape, check_lane
 from edge_dflash.decode.tree import Parents, branch, check_commit, check_parents
 from edge_dflash.decode.walk import WalkRows
@@ -23,6 +22,7 @@ from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import GatedDelta
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.pictures.pictured import Picture, Seen, Sight
 from edge_dflash.weights.formats import WeightStore
 
 

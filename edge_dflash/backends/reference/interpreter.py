@@ -14,11 +14,11 @@ from edge_dflash.backends.reference.dense import ROW_TILE, TorchWeights, dense, 
 from edge_dflash.backends.reference.experts import Notes, experts
 from edge_dflash.backends.reference.tower import picture_table, with_pictures
 from edge_dflash.decode.backend import Precision
-from edge_dflash.decode.pictured import Sight
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Attend, Concat, Embed, Experts, GatedDelta, KvAppend, Linear, Op, SelectRows
 from edge_dflash.model.program import KvState, Program, State
 from edge_dflash.model.specs import RopeSpec
+from edge_dflash.pictures.pictured import Sight
 from edge_dflash.weights.formats import KV_BYTES
 
 Observer = Callable[[Op, str, torch.Tensor], None]

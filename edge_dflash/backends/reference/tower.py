@@ -15,12 +15,12 @@ import torch
 from edge_dflash.backends.reference.attention import rotate
 from edge_dflash.backends.reference.dense import TorchWeights, dense
 from edge_dflash.decode.backend import Precision
-from edge_dflash.decode.pictured import Picture, Sight
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import FrameAttend, Op
 from edge_dflash.model.program import Program
 from edge_dflash.model.specs import RopeSpec, VisionSpec
 from edge_dflash.model.vision import patch_tables
+from edge_dflash.pictures.pictured import Picture, Sight
 
 
 @dataclass(frozen=True, eq=False)

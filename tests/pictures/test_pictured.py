@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pictures_support import IMAGE, changed, mixed, noise, picture, prompt
 
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.pictured import Pictured, Placed, check_pictures
 from edge_dflash.errors import RequestError
 from edge_dflash.pictures.picture import PatchedPicture
+from edge_dflash.pictures.pictured import Pictured, Placed, check_pictures
 
 RUNS = range(4)
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 6)).map(lambda grid: (2 * grid[0], 2 * grid[1]))
