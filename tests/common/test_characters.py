@@ -68,7 +68,7 @@ def test_options_are_refused(planner, options, place):
 @pytest.mark.parametrize(
     ("task", "place"),
     [
-        (BAD, "the task"),
+        (BAD, "the text"),
         ([{"role": "user", "content": BAD}], "messages[0].content"),
         ([{"role": BAD, "content": "x"}], "messages[0].role"),
         ([{"role": "user", "content": "x", BAD: 1}], "a key of messages[0]"),
