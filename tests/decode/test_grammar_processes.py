@@ -39,7 +39,7 @@ from edge_dflash.decode.controls import ENDLESS, Controls, Interrupted, Patience
 from edge_dflash.decode.generation import generate
 from edge_dflash.decode.grammar import compiled as module
 from edge_dflash.decode.grammar.compiled import Grammar, Grammars, Turns, hold
-from edge_dflash.decode.grammar.process import WALL_SECONDS, Link, OverBounds
+from edge_dflash.decode.grammar.process import WALL_SECONDS, Child, Link, OverBounds
 from edge_dflash.decode.grammar.schema import schema_json
 from edge_dflash.decode.grammar.walker import Source, Walker
 from edge_dflash.decode.grammar.worker import Bounds
@@ -259,7 +259,7 @@ def test_what_went_over_its_bounds_is_not_tried_again_at_once(monkeypatch):
             for i in range(3):
                 with pytest.raises(RequestError, match="too much"):
                     grammars.child(source("regex", f"a{i}"), ENDLESS)
-            assert list(grammars._refused) == [source("regex", "a1"), source("regex", "a2")]
+            assert list(grammars._known) == [source("regex", "a1"), source("regex", "a2")]
             patched.setattr(module, "REFUSED_SECONDS", 0.0)
             with pytest.raises(RequestError, match="too much"):
                 grammars.child(source("regex", "ab"), ENDLESS)
@@ -423,6 +423,25 @@ def test_masks_after_a_death_are_those_of_plain_decoding():
         np.testing.assert_array_equal(constraint.masks([A, B]), masks[:1])
 
 
+def test_a_process_that_is_found_dead_on_sending_is_replaced_at_once(monkeypatch):
+    cause = Child.cause
+    with processes() as grammars:
+        constraint = Grammar(grammars, source("regex", "(ab|b)*c")).constraint()
+        masks = [mask.copy() for mask in constraint.masks(())]
+        zygote, pid = grammars.start().pid, only_child(grammars)
+        os.kill(zygote, signal.SIGSTOP)  # it does not tell that its fork is dead, and holds its sockets open
+
+        def asked(child):
+            os.kill(zygote, signal.SIGCONT)
+            return cause(child)
+
+        monkeypatch.setattr(Child, "cause", asked)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not running(pid))
+        np.testing.assert_array_equal(constraint.masks(()), masks)
+        assert only_child(grammars) != pid
+
+
 def test_an_idle_process_that_is_gone_costs_no_drafts():
     with processes() as grammars:
         grammar = Grammar(grammars, source("regex", "(ab|b)*c"))
@@ -548,7 +567,7 @@ def test_a_fork_of_the_planners_process_leaves_the_grammars_alone():
         if not (fork := os.fork()):
             try:
                 del constraint
-                grammars._kept.clear()
+                grammars._known.clear()
                 gc.collect()
                 grammars.close()
             finally:

@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from typing import cast
 from weakref import WeakKeyDictionary
 
 from edge_dflash.decode.controls import ENDLESS, Interrupted, Patience
@@ -190,48 +191,30 @@ class Grammars:
         self._starting = threading.RLock()  # a collection of garbage inside may call close
         self._zygote: Zygote | None = None
         self._closed = False
-        self._kept: OrderedDict[Source, Child] = OrderedDict()  # the last used one at the end
-        self._compiling: dict[Source, Future[None]] = {}
-        self._refused: OrderedDict[Source, tuple[float, str]] = OrderedDict()  # until when, and why
+        self._known: OrderedDict[Source, Future[Child | None]] = OrderedDict()  # the last used one at the end
 
     def child(self, source: Source, patience: Patience, caller: str = "") -> Child:
         """The process of a grammar, one for all who ask. Raises RequestError, Interrupted."""
         while True:
             with self._lock:
-                child = self._kept.get(source)
-                if child is not None and child.alive:
-                    self._kept.move_to_end(source)
-                    return child
-                until, why = self._refused.get(source, (0.0, ""))
-                if time.monotonic() < until:
-                    raise RequestError(why)
-                other = self._compiling.get(source)
-                if other is None:
-                    mine = self._compiling[source] = Future()
+                found = self._known.get(source)
+                if found is None or (found.done() and not _holds(found)):
+                    mine = self._known[source] = Future()
                     break
-            while not wait((other,), SLICE).done:
+                self._known.move_to_end(source)
+            while not wait((found,), SLICE).done:
                 patience.check()
-            other.result()
-        error: RequestError | None = None  # of all who wait; else they compile it themselves, as who gave up does not
+            if child := found.result():
+                return child
         try:
-            child = self._compiled(source, patience, caller)
-            self._keep(source, child)
-            return child
-        except RequestError as refused:
-            error = refused
-            raise
+            mine.set_result(self._compiled(source, patience, caller))
+        except RequestError as error:
+            mine.set_exception(error)
         finally:
-            with self._lock:
-                if isinstance(error, OverBounds):  # it would be again
-                    self._refused[source] = time.monotonic() + REFUSED_SECONDS, str(error)
-                    self._refused.move_to_end(source)
-                    while len(self._refused) > CACHED:
-                        self._refused.popitem(last=False)
-                del self._compiling[source]
-            if error is None:
+            if not mine.done():  # it was given up: who waits compiles it
                 mine.set_result(None)
-            else:
-                mine.set_exception(error)
+            self._trim(mine)
+        return cast(Child, mine.result())
 
     def start(self) -> Zygote:
         """The vocabulary's process, which begins if it does not run."""
@@ -259,18 +242,32 @@ class Grammars:
                     return Child(self.start(), source, self._bounds, patience)
         raise RequestError(f"the process that compiles the {source.kind} ended {TRIES} times; look for who ends it")
 
-    def _keep(self, source: Source, new: Child) -> None:
-        """End the processes that were not used for longest and that nobody uses, until the others are few enough."""
+    def _trim(self, new: Future[Child | None]) -> None:
+        """Forget what holds no more, and what was used longest ago and nobody uses, until the others are few enough."""
         with self._lock:
-            self._kept[source] = new
-            self._kept.move_to_end(source)
-            for other, child in tuple(self._kept.items()):
-                used = sum(one.private_bytes for one in self._kept.values())
-                if len(self._kept) <= CACHED and used <= CACHED_BYTES:
+            for source, found in tuple(self._known.items()):
+                if found.done() and not _holds(found):
+                    del self._known[source]
+            done = {source: found for source, found in self._known.items() if found.done()}
+            children = {source: found.result() for source, found in done.items() if not found.exception()}
+            used = sum(child.private_bytes for child in children.values() if child)
+            for source, found in done.items():
+                if len(self._known) <= CACHED and used <= CACHED_BYTES:
                     return
-                if child is not new and not child.channels:
-                    del self._kept[other]
+                child = children.get(source)
+                if found is new or (child and child.channels):
+                    continue
+                del self._known[source]
+                if child:
+                    used -= child.private_bytes
                     child.end()
+
+
+def _holds(found: Future[Child | None]) -> bool:
+    """Whether what came of a grammar is still so."""
+    if error := found.exception():
+        return isinstance(error, OverBounds) and time.monotonic() < error.since + REFUSED_SECONDS
+    return (child := found.result()) is not None and child.alive
 
 
 # The processes of tokenizers ------------------------------------------------------------------------------------------

@@ -49,7 +49,11 @@ class Died(Exception):
 
 
 class OverBounds(RequestError):
-    """A grammar went over its bounds while it was compiled."""
+    """A grammar went over its bounds while it was compiled, ``since`` by the monotonic clock."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.since = time.monotonic()
 
 
 @contextlib.contextmanager

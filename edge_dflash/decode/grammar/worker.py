@@ -104,68 +104,62 @@ class _Forks:
 
     def __init__(self, link: socket.socket, vocabulary: Vocabulary | str, libc: ctypes.CDLL) -> None:
         self._link, self._vocabulary, self._libc = link, vocabulary, libc
-        self._running: dict[int, tuple[int, socket.socket]] = {}  # control socket, the fork's end, by number: pid
-        self._woken, self._wake = socket.socketpair()
-        self._wake.setblocking(False)
+        self._running: dict[int, tuple[int, int, socket.socket]] = {}  # by both descriptors: pid, its pidfd, control
         self._poll = select.poll()
 
     def run(self) -> None:
-        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        for one in (self._link, self._woken):
-            self._poll.register(one, select.POLLIN)
+        self._poll.register(self._link, select.POLLIN)
         while True:
             fd, _ = self._poll.poll()[0]  # one at a time: the number of a socket that is closed may be given again
-            if fd == self._woken.fileno():
-                self._woken.recv(4096)
-                self._reap()
-            elif fd == self._link.fileno():
+            if fd == self._link.fileno():
                 said, fds, _, _ = socket.recv_fds(self._link, MESSAGE_BYTES, 2)
                 if not said:
                     return
                 self._fork(socket.socket(fileno=fds[0]), fds[1])
+                os.close(fds[1])
+            elif fd == self._running[fd][1]:
+                self._reap(*self._running[fd])
             else:  # the planner has closed its end
                 self._poll.unregister(fd)
                 os.kill(self._running[fd][0], signal.SIGKILL)  # not reaped: it is that process
 
     def _fork(self, control: socket.socket, file: int) -> None:
-        parent, pid, why = os.getpid(), 0, ""
+        parent, pid = os.getpid(), 0
         if isinstance(self._vocabulary, str):
-            why = self._vocabulary
-        else:
-            try:
-                pid = os.fork()
-            except OSError as error:
-                why = f"the grammar cannot be compiled now ({error.strerror}); try again"
-        if why:
-            _end(control, "refused", why)
-            os.close(file)
-        elif pid:
-            self._running[control.fileno()] = pid, control
+            _end(control, "refused", self._vocabulary)
+            return
+        try:
+            if pid := os.fork():
+                ended = os.pidfd_open(pid)
+        except OSError as error:
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            _end(control, "refused", f"the grammar cannot be compiled now ({error.strerror}); try again")
+            return
+        if pid:
+            self._running[ended] = self._running[control.fileno()] = pid, ended, control
+            self._poll.register(ended, select.POLLIN)
             self._poll.register(control, 0)
-            os.close(file)
-        else:
-            try:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for one in (self._link, self._woken, self._wake, *(other for _, other in self._running.values())):
-                    one.close()
-                self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-                if os.getppid() == parent:
-                    assert isinstance(self._vocabulary, Vocabulary)
-                    _live(control, file, self._vocabulary)
-            finally:
-                os._exit(0)
+            return
+        try:
+            self._link.close()
+            for fd in self._running:
+                os.close(fd)
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() == parent:
+                _live(control, file, self._vocabulary)
+        finally:
+            os._exit(0)
 
-    def _reap(self) -> None:
-        while self._running:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                return
-            fd = next(fd for fd, (other, _) in self._running.items() if other == pid)
+    def _reap(self, pid: int, ended: int, control: socket.socket) -> None:
+        _, status = os.waitpid(pid, 0)
+        for fd in (ended, control.fileno()):
+            del self._running[fd]
             with contextlib.suppress(KeyError):
                 self._poll.unregister(fd)
-            _end(self._running.pop(fd)[1], "died", os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0)
+        os.close(ended)
+        _end(control, "died", os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0)
 
 
 def _end(control: socket.socket, *said: object) -> None:
