@@ -9,8 +9,7 @@ with their place and the remedy.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any, TypeAlias, TypeGuard
 
@@ -19,6 +18,7 @@ from edge_dflash.decode.grammar.formats import BYTE_HINTS, ENCODINGS, FORMATS, I
 from edge_dflash.errors import RequestError, short
 
 Node: TypeAlias = "dict[str, Any] | bool"
+Says: TypeAlias = Callable[[Any, dict[str, Any]], bool]  # of a value, and the schema that it stands in
 
 LARGEST = 2**63 - 1024  # the largest 64-bit integer that a double holds; the library reads numbers as doubles
 MOST = 2**31 - 1  # characters, items or properties
@@ -74,7 +74,7 @@ def forbids_nothing(key: str, node: dict[str, Any]) -> bool:
     """Whether a keyword of ``node`` allows everything that the others allow."""
     if key.startswith("x-") and key != "x-guidance":  # that is the library's own
         return True
-    return key in KEYWORDS and KEYWORDS[key].idle(node[key], node)
+    return key in IDLE and IDLE[key](node[key], node)
 
 
 def is_free(schema: object, kind: str = "") -> bool:
@@ -127,92 +127,123 @@ def _said_otherwise(node: dict[str, Any], texts: bool) -> bool:
     return (texts and pattern) or "const" in node or "enum" in node
 
 
-# The table ------------------------------------------------------------------------------------------------------------
+# The tables -----------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Keyword:
-    """What is known of a keyword."""
-
-    idle: Callable[[Any, dict[str, Any]], bool] = lambda value, node: False  # whether it forbids nothing beside others
-    takes: Callable[[Any], bool] = lambda value: True  # values that may be enforced
-    remedy: str = ""  # for other values
-    enforced: bool = False  # else it is refused unless it is idle
-
-
-def _enforced(takes: Callable[[Any], bool] = lambda value: True, remedy: str = "", **more: Any) -> Keyword:
-    return Keyword(takes=takes, remedy=remedy, enforced=True, **more)
-
-
-def _is_count(value: Any) -> bool:
-    return is_number(value) and 0 <= value <= MOST and value % 1 == 0
-
-
-def _is_finite(value: Any) -> bool:
-    return is_number(value) and -inf < value < inf  # NaN is not
-
-
-_COUNT = (_is_count, f"give a whole number from 0 to {MOST}")
-_EXCLUDED = _enforced(lambda value: isinstance(value, bool) or _is_finite(value), "give a number")
-_OPTIONS = _enforced(lambda value: value != [], "give a list of at least one schema")
-KEYWORDS: dict[str, Keyword] = {
-    **dict.fromkeys(_ANNOTATIONS, Keyword(idle=lambda value, node: True)),
-    **dict.fromkeys(("$ref", "const", "properties", "additionalProperties", "prefixItems", *DEFINITIONS), _enforced()),
-    "items": _enforced(),
-    "maxLength": _enforced(*_COUNT),
-    "maxItems": _enforced(*_COUNT),
-    "minLength": _enforced(*_COUNT, idle=lambda value, node: _is_zero(value)),
-    "minItems": _enforced(*_COUNT, idle=lambda value, node: _is_zero(value)),
-    "minProperties": _enforced(*_COUNT, idle=_required_anyway),
-    "maxProperties": _enforced(*_COUNT, idle=_closed_over),
-    "minimum": _enforced(_is_finite, "give a number"),
-    "maximum": _enforced(_is_finite, "give a number"),
-    "exclusiveMinimum": _EXCLUDED,
-    "exclusiveMaximum": _EXCLUDED,
-    "multipleOf": _enforced(
-        lambda value: _is_finite(value) and value > 0,
-        "give a number above 0",
-        idle=lambda value, node: is_number(value) and value == 1 and kinds_of(node) == ["integer"],
+IDLE: dict[str, Says] = {  # whether a keyword forbids nothing
+    **dict.fromkeys((*_ANNOTATIONS, "then", "else"), lambda value, node: True),  # "if" is judged by its branches
+    **dict.fromkeys(("minLength", "minItems"), lambda value, node: _is_zero(value)),
+    **dict.fromkeys(("additionalItems", "contentSchema", "unevaluatedItems"), lambda value, node: is_free(value)),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), _all_free),
+    "minProperties": _required_anyway,
+    "maxProperties": _closed_over,
+    "multipleOf": lambda value, node: is_number(value) and value == 1 and kinds_of(node) == ["integer"],
+    "required": lambda value, node: value == [],
+    "allOf": lambda value, node: isinstance(value, list) and all(map(is_free, value)),
+    "patternProperties": lambda value, node: value == {},
+    "propertyNames": lambda value, node: is_free(value, "string"),
+    "format": _idle_format,
+    "contentEncoding": _idle_encoding,
+    "contentMediaType": lambda value, node: (
+        value == "text/plain"  # every text is; where it is encoded, any bytes
+        or (value == "application/octet-stream" and "contentEncoding" in node)
     ),
-    "pattern": _enforced(lambda value: isinstance(value, str), "give a regular expression as a text"),
-    "required": _enforced(
-        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+    "contains": lambda value, node: _is_zero(node.get("minContains")) and "maxContains" not in node,
+    "minContains": lambda value, node: "contains" not in node or _is_zero(value),
+    "maxContains": lambda value, node: "contains" not in node,
+    "if": lambda value, node: is_free(node.get("then", True)) and is_free(node.get("else", True)),
+    "not": lambda value, node: value is False,
+    "nullable": lambda value, node: value is False or "null" in kinds_of(node),
+    "unevaluatedProperties": lambda value, node: is_free(value) or "additionalProperties" in node,
+    "uniqueItems": lambda value, node: value is False or (is_number(most := node.get("maxItems")) and most <= 1),
+}
+
+
+def _is_bound(value: Any, sign: int) -> bool:
+    return is_number(value) and -inf < value < inf and value * sign < LARGEST
+
+
+def _is_written(*values: object) -> bool:
+    """Whether an answer can hold values as they are: the library reads numbers as doubles."""
+    for value in scalars_in(*values):
+        if isinstance(value, str) and _UNWRITTEN.search(value):
+            return False
+        if is_number(value) and not -inf < value < inf:  # NaN is not
+            return False
+        if isinstance(value, int) and (abs(value) > LARGEST or int(float(value)) != value):
+            return False
+    return True
+
+
+def _is_format(name: Any, node: dict[str, Any]) -> bool:
+    texts, numbers = may_be(node, "string"), kinds_of(node) != [] and may_be(node, "integer", "number")
+    return isinstance(name, str) and ((texts and name in FORMATS) or (numbers and name in INTEGERS))
+
+
+_BOUND = f"give a number; those between -{LARGEST} and {LARGEST} are written"
+_WRITTEN = (
+    "give numbers that a double holds, others as texts, and texts without control characters besides "
+    "\\b, \\t, \\n, \\f and \\r"
+)
+TAKEN: dict[str, tuple[Says, str]] = {  # whether a value is enforced; what to give in place of another one
+    **dict.fromkeys(("items", "additionalProperties"), (lambda value, node: True, "")),
+    **dict.fromkeys(NAMED, (lambda value, node: isinstance(value, dict), "give an object of schemas")),
+    **dict.fromkeys(
+        COUNTS,
+        (
+            lambda value, node: is_number(value) and 0 <= value <= MOST and value % 1 == 0,
+            f"give a whole number from 0 to {MOST}",
+        ),
+    ),
+    **dict.fromkeys(
+        ("anyOf", "oneOf"),
+        (lambda value, node: isinstance(value, list) and value != [], "give a list of at least one schema"),
+    ),
+    "allOf": (lambda value, node: isinstance(value, list), "give a list of schemas"),
+    "$ref": (
+        lambda value, node: isinstance(value, str) and (value == "#" or value.startswith("#/")),
+        "only references inside the schema (#/...) are taken",
+    ),
+    "minimum": (lambda value, node: _is_bound(value, 1), _BOUND),
+    "maximum": (lambda value, node: _is_bound(value, -1), _BOUND),
+    "exclusiveMinimum": (lambda value, node: isinstance(value, bool) or _is_bound(value, 1), _BOUND),
+    "exclusiveMaximum": (lambda value, node: isinstance(value, bool) or _is_bound(value, -1), _BOUND),
+    "multipleOf": (lambda value, node: is_number(value) and 0 < value < inf, "give a number above 0"),
+    "pattern": (lambda value, node: isinstance(value, str), "give a regular expression as a text"),
+    "required": (
+        lambda value, node: isinstance(value, list) and all(isinstance(name, str) for name in value),
         "give a list of names",
-        idle=lambda value, node: value == [],
     ),
-    "enum": _enforced(lambda value: isinstance(value, list) and value != [], "give a list of at least one value"),
-    "type": _enforced(lambda value: value != [], f"give one or more of {', '.join(TYPES)}"),
-    "anyOf": _OPTIONS,
-    "oneOf": _OPTIONS,
-    "allOf": _enforced(idle=lambda value, node: isinstance(value, list) and all(map(is_free, value))),
-    "additionalItems": _enforced(idle=lambda value, node: is_free(value)),
-    "patternProperties": _enforced(idle=lambda value, node: value == {}),
-    "format": _enforced(idle=_idle_format),
-    "contentEncoding": _enforced(idle=_idle_encoding),
-    "propertyNames": Keyword(idle=lambda value, node: is_free(value, "string")),  # else said by other keywords
-    "contains": Keyword(lambda value, node: _is_zero(node.get("minContains")) and "maxContains" not in node),
-    "minContains": Keyword(lambda value, node: "contains" not in node or _is_zero(value)),
-    "maxContains": Keyword(lambda value, node: "contains" not in node),
-    "contentMediaType": Keyword(  # every text is of one; where it is encoded, any bytes
-        lambda value, node: value == "text/plain" or (value == "application/octet-stream" and "contentEncoding" in node)
+    "const": (lambda value, node: _is_written(value), _WRITTEN),
+    "enum": (
+        lambda value, node: isinstance(value, list) and value != [] and _is_written(value),
+        f"give a list of at least one value; {_WRITTEN}",
     ),
-    "contentSchema": Keyword(lambda value, node: is_free(value)),
-    "dependencies": Keyword(_all_free),
-    "dependentRequired": Keyword(_all_free),
-    "dependentSchemas": Keyword(_all_free),
-    "if": Keyword(lambda value, node: is_free(node.get("then", True)) and is_free(node.get("else", True))),
-    "then": Keyword(lambda value, node: True),  # if is judged by it, or is not there
-    "else": Keyword(lambda value, node: True),
-    "not": Keyword(lambda value, node: value is False),
-    "nullable": Keyword(lambda value, node: value is False or "null" in kinds_of(node)),
-    "unevaluatedItems": Keyword(lambda value, node: is_free(value)),
-    "unevaluatedProperties": Keyword(lambda value, node: is_free(value) or "additionalProperties" in node),
-    "uniqueItems": Keyword(
-        lambda value, node: value is False or (is_number(most := node.get("maxItems")) and most <= 1)
+    "type": (
+        lambda value, node: value != [] and all(kind in TYPES for kind in kinds_of({"type": value})),
+        f"give one or more of {', '.join(TYPES)}",
+    ),
+    "prefixItems": (
+        lambda value, node: (
+            isinstance(value, list) and not (isinstance(node.get("items"), list) or "additionalItems" in node)
+        ),
+        "give a list of schemas, and the rest as items: of an older form beside it one would not be enforced",
+    ),
+    "additionalItems": (
+        lambda value, node: isinstance(node.get("items"), list),
+        "without a list of items it would not be enforced; give prefixItems and items",
+    ),
+    "format": (
+        _is_format,
+        f"enforced are {', '.join(FORMATS)} of texts, and where the type says number or integer "
+        f"{', '.join(INTEGERS)}; remove it, or give a pattern of texts, minimum or maximum of numbers beside it",
+    ),
+    "contentEncoding": (
+        lambda value, node: isinstance(value, str) and value in ENCODINGS and may_be(node, "string"),
+        f"enforced are {', '.join(ENCODINGS)} of texts; remove it, or give a pattern beside it",
     ),
 }
-ENFORCED = frozenset(key for key, word in KEYWORDS.items() if word.enforced)
-KNOWN = ENFORCED | frozenset(_ANNOTATIONS)
+ENFORCED = TAKEN.keys()
+KNOWN = frozenset((*TAKEN, *_ANNOTATIONS))
 
 
 # Values that are refused ----------------------------------------------------------------------------------------------
@@ -220,30 +251,19 @@ KNOWN = ENFORCED | frozenset(_ANNOTATIONS)
 
 def check(node: dict[str, Any], where: str) -> None:
     """Raise RequestError for a keyword of a schema, or a value of one, that would not be enforced as it is written."""
+    if "$id" in node and where != "#":
+        raise RequestError(f"$id at {where} would change what references mean; remove it")
     kept = {key: value for key, value in node.items() if not forbids_nothing(key, node)}
     for key in kept.keys() - ENFORCED - {"propertyNames"}:  # which depends on the others, and is looked at after them
         if not (key == "unevaluatedProperties" and node[key] is False and node.keys().isdisjoint(_EVALUATING)):
             raise unenforced(key, where)  # else it is additionalProperties: false
-    kinds = kinds_of(node)
-    if any(kind not in TYPES for kind in kinds):
-        raise RequestError(f"type at {where} is {short(node['type'])}; give one or more of {', '.join(TYPES)}")
     for key in kept.keys() & ENFORCED:
         try:
-            taken = KEYWORDS[key].takes(kept[key])
+            taken = TAKEN[key][0](kept[key], kept)
         except (TypeError, OverflowError):  # unhashable, or beyond a double
             taken = False
         if not taken:
-            raise RequestError(f"{key} at {where} is {short(kept[key])}; {KEYWORDS[key].remedy}")
-    _check_reference(node, where)
-    _check_items(kept, where)
-    _check_format(kept, where, kinds)
-    _check_named(kept, where)
-    for key, beyond in zip(_BOUNDS, (1, -1, 1, -1), strict=True):
-        if is_number(bound := kept.get(key)) and bound * beyond >= LARGEST:
-            raise RequestError(
-                f"{key} at {where} is {short(bound)}; numbers between -{LARGEST} and {LARGEST} are written, "
-                "give a bound within"
-            )
+            raise RequestError(f"{key} at {where} is {short(kept[key])}; {TAKEN[key][1]}")
 
 
 def unenforced(key: str, where: str) -> RequestError:
@@ -265,63 +285,3 @@ def check_least(node: dict[str, Any], where: str) -> None:
             f"minProperties at {where} is {short(least)}; that free names differ would not be enforced, "
             f"require more names, or give at most {len(names) + 1}"
         )
-
-
-def _check_reference(node: dict[str, Any], where: str) -> None:
-    reference = node.get("$ref", "#")
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        raise RequestError(
-            f"$ref at {where} is {short(reference)}; only references inside the schema (#/...) are taken"
-        )
-    if "$id" in node and where != "#":
-        raise RequestError(f"$id at {where} would change what references mean; remove it")
-
-
-def _check_items(node: dict[str, Any], where: str) -> None:
-    listed = isinstance(node.get("items"), list)
-    if "prefixItems" in node and (listed or "additionalItems" in node):
-        raise RequestError(
-            f"prefixItems at {where} stands beside the older form of it, and one of them would not be enforced; "
-            "give prefixItems, and the rest as items"
-        )
-    if "additionalItems" in node and not listed:
-        raise RequestError(
-            f"additionalItems at {where} would not be enforced without a list of items; give prefixItems and items"
-        )
-
-
-def _check_format(node: dict[str, Any], where: str, kinds: list[Any]) -> None:
-    """Formats and encodings must be of a type that the values have."""
-    texts, numbers = not kinds or "string" in kinds, "integer" in kinds or "number" in kinds
-    formats = {**(FORMATS if texts else {}), **(INTEGERS if numbers else {})}
-    beside = ["a pattern"] * texts + ["minimum or maximum"] * numbers
-    encodings: Collection[str] = ENCODINGS if texts else ()
-    for key, enforced, others in (("format", formats, beside), ("contentEncoding", encodings, ["a pattern"] * texts)):
-        name = node.get(key)
-        if key not in node or (isinstance(name, str) and name in enforced):
-            continue
-        if not kinds and isinstance(name, str) and name in INTEGERS:
-            raise RequestError(f"format {name!r} at {where} would not be enforced without a type; give type integer")
-        given = f"{key} at {where} is {short(name)}"
-        if not texts:
-            given = f"{key} {short(name)} at {where} would not be enforced on type {short(node['type'])}"
-        known = f"enforced are {', '.join(enforced)}; " if enforced else ""
-        instead = f", or give {' or '.join(others)} beside it" if others else ""
-        raise RequestError(f"{given}; {known}remove it{instead}")
-
-
-def _check_named(node: dict[str, Any], where: str) -> None:
-    """Numbers must be those that the answer is held to: the library reads them as doubles. Texts must be written."""
-    for key in ("const", "enum"):
-        for value in scalars_in(node.get(key)):
-            if isinstance(value, str) and _UNWRITTEN.search(value):
-                raise RequestError(
-                    f"{key} at {where} has {short(value)}; control characters besides \\b, \\t, \\n, \\f and \\r "
-                    "are not written, leave them out"
-                )
-            if is_number(value) and not _is_finite(value):
-                raise RequestError(f"{key} at {where} has a number beyond those of a double; give it as a text")
-            if isinstance(value, int) and (abs(value) > LARGEST or int(float(value)) != value):
-                raise RequestError(
-                    f"{key} at {where} has {short(value)}, which a double does not hold; give it as a text"
-                )

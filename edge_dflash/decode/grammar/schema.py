@@ -230,16 +230,12 @@ class _Reader:
         if key == "$ref":
             return self._reference(value, tags)
         if key in NAMED:
-            if not isinstance(value, dict):
-                raise RequestError(f"{key} at {where} is {short(value)}; give an object of schemas")
             return {name: self._node(child, f"{inside}/{name}", depth) for name, child in value.items()}
-        if key in SINGLE and not (key in LISTS and isinstance(value, list)):
-            return self._node(value, inside, depth)
-        if key in LISTS:
-            if not isinstance(value, list):
-                raise RequestError(f"{key} at {where} is {short(value)}; give a list of schemas")
+        if key in LISTS and isinstance(value, list):
             tags = tags if key in _SAME else ()
             return [self._node(child, f"{inside}/{index}", depth, tags) for index, child in enumerate(value)]
+        if key in SINGLE:
+            return self._node(value, inside, depth)
         if key == "pattern":
             return WITHOUT_LOOKING.get(value, value)
         if key in COUNTS or (is_number(value) and value == 0):  # 2.0 is 2, -0.0 is 0
