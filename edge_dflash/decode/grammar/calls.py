@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from edge_dflash.common.pointer import resolve
 from edge_dflash.decode.grammar.formats import ENCODINGS, FORMATS
 from edge_dflash.decode.grammar.keywords import kinds_of
-from edge_dflash.decode.grammar.lark_text import MAX_BYTES, MAX_RULES
+from edge_dflash.decode.grammar.library import MAX_BYTES, MAX_RULES
 from edge_dflash.decode.grammar.schema import MAX_BYTES as MAX_SCHEMA_BYTES
 from edge_dflash.decode.grammar.schema import alone, plain
 from edge_dflash.errors import RequestError

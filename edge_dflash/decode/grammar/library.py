@@ -1,22 +1,27 @@
-"""What the llguidance library is given and what it says: a tokenizer as it sees it, its messages in our words.
+"""What the llguidance library is given and what it says: a tokenizer and a Lark grammar as it sees them, its messages.
 
-Its messages name its options, its types and its sources. Those that users meet are said with the place and a remedy;
-what is not known is cleaned of the library's own names.
+Of its dialect of Lark (https://github.com/guidance-ai/llguidance, docs/syntax.md) only the lexical shape is read:
+comments, strings, regular expressions, ``<token>`` and ``%json {...}``; the library parses the rules. Its messages are
+cleaned of its own names; those that would not be understood are said in our words, with the place and a remedy.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from edge_dflash.common.panics import refused
+from edge_dflash.common.rules import refuse_surrogates
+from edge_dflash.decode.grammar.rewrite import rewrite
 from edge_dflash.errors import RequestError, one_line
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+MAX_BYTES = 64 * 1024  # of a Lark grammar
+MAX_RULES = 500  # the library follows rules by recursion: a long chain of them would exhaust the stack
 _STRING = r'[^"\\\x00-\x1F\x7F]'
 _LENGTHS = (*range(1, 11), 12, 14, 20, 30)
 SLICES = [*(f"{_STRING}{{1,{length}}}" for length in _LENGTHS), f"{_STRING}+"]
@@ -75,88 +80,109 @@ class Vocabulary:
         return int(self.tokenizer.vocab_size)
 
 
+# Lark -----------------------------------------------------------------------------------------------------------------
+
+_LEXICON = re.compile(
+    r"""
+      (?P<skip> //[^\n]* | \#[^\n]* | "(?:\\.|[^"\\\n])*" | /(?:\\.|[^/\\\n])+/ )
+    | (?P<form> ^form: \s* )? %json \s* (?P<json> (?=\{) )
+    | < (?P<name> [^<>\s"\[\]]+ ) >
+    | \[ [^\]\n]* (?P<option> \b(?:temperature|max_tokens|stop)\b ) \s* =
+    | (?P<rule> : )
+    """,
+    re.VERBOSE | re.MULTILINE,
+)
+
+
+def prepare(
+    text: str,
+    token_id: Callable[[str], int | None],
+    json_options: Mapping[str, object],
+    form_options: Mapping[str, object] | None = None,
+) -> str:
+    """Return the grammar with token names as ids and with ``json_options`` in each inline schema.
+
+    ``form_options``: those of a rule ``form`` that is a schema, if they are others. Raises RequestError for a grammar
+    that is too big, names an unknown token, holds a schema that is refused, or uses an option of lexemes that decoding
+    here would not obey.
+    """
+    size = len(text.encode(errors="replace"))
+    if size > MAX_BYTES:
+        raise RequestError(f"the grammar has {size} bytes, at most {MAX_BYTES} are taken; make it smaller")
+    parts: list[str] = []
+    position, rules = 0, 0
+    while found := _LEXICON.search(text, position):
+        parts.append(text[position : found.start()])
+        position = found.end()
+        if found["json"] is not None:
+            schema, position = _inline_schema(text, position)
+            options = json_options if found["form"] is None or form_options is None else form_options
+            parts.append(f"{found['form'] or ''}%json {json.dumps({**rewrite(schema), 'x-guidance': dict(options)})}")
+        elif found["name"] is not None:
+            parts.append(_special(found["name"], token_id))
+        elif found["option"] is not None:
+            raise RequestError(
+                f"the grammar sets {found['option']}, which would not be enforced; use lazy or suffix on the rule"
+            )
+        else:
+            rules += found["rule"] is not None
+            parts.append(found[0])
+    if rules > MAX_RULES:
+        raise RequestError(f"the grammar has {rules} rules, at most {MAX_RULES} are taken; use fewer rules")
+    return "".join((*parts, text[position:]))
+
+
+def _inline_schema(text: str, start: int) -> tuple[dict[str, object], int]:
+    """The schema that begins at ``start``, and where it ends."""
+    try:
+        schema, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the grammar's %json is no JSON ({error}); give a JSON object") from None
+    refuse_surrogates(schema, "the grammar's %json")
+    return schema, end
+
+
+def _special(name: str, token_id: Callable[[str], int | None]) -> str:
+    found = token_id(f"<{name}>")
+    if found is None:
+        raise RequestError(
+            f"the grammar names the token <{name[:40]}>, which the tokenizer lacks; write text in quotes"
+        )
+    return f"<[{found}]>"
+
+
 # Messages -----------------------------------------------------------------------------------------------------------
 
-_INVALID = r"the regex '\g<regex>' is not valid: "
-_KNOWN = (  # what the library says; our words; keywords of a schema whose places are named
-    (
-        r"min/maxProperties only supported",
-        "minProperties and maxProperties are enforced only where all properties that are named are required; "
-        "require them, or remove the limit",
-        ("minProperties", "maxProperties"),
-    ),
-    (
-        r"patternProperty regexes (?P<a>/.*/) and (?P<b>/.*/) are not disjoint",
-        r"patternProperties \g<a> and \g<b> can match one name; make them match different names",
-        ("patternProperties",),
-    ),
-    (
-        r"circular references with sibling keys are not supported: (?:json-schema:/*)?(?P<ref>\S+)",
-        r"$ref \g<ref> leads to itself beside other keywords; move them into the definition",
-        (),
-    ),
-    (
-        r"intersection stack level exceeded",
-        "schemas that refer to themselves are combined, by allOf or by keywords beside $ref; write the combination out",
-        ("allOf",),
-    ),
-    (
-        r"Value for 'multipleOf' has too many digits",
-        "multipleOf has too many digits; give at most 9, and at most 10 behind the point",
-        ("multipleOf",),
-    ),
-    (
-        r"Unable to determine if regex is empty",
-        "pattern, format and length of a text are too complex together; make them simpler",
-        ("pattern",),
-    ),
-    (
-        r"Regex is empty",
-        "no text matches its pattern, format and length together; make them less strict",
-        ("pattern",),
-    ),
-    (
-        r"Failed to generate regex for (?:float|integer) range",
-        "its bounds of a number cannot be enforced together; give bounds within those of a 64-bit integer",
-        ("minimum", "maximum"),
-    ),
-    (r"Unsatisfiable schema: (?P<why>[^\n]*)", r"nothing satisfies it: \g<why>; make it less strict", ()),
-    (
-        r"lookarounds not supported yet; (?:Start|End)\w* in regex /(?P<regex>.*)/",
-        r"the regex '\g<regex>' has ^ or $ inside, which would not be enforced; remove it",
-        (),
-    ),
-    (
-        r"lookarounds not supported yet; .* in regex /(?P<regex>.*)/",
-        r"the regex '\g<regex>' has a word boundary inside, which would not be enforced; remove it",
-        (),
-    ),
-    (
-        r"regex parse error:\s*\n\s*(?P<regex>.*?)\n[^\n]*\nerror: (?P<what>look-around|backreferences)",
-        _INVALID + r"\g<what> would not be enforced; write it without",
-        ("pattern",),
-    ),
-    (
-        r"regex parse error:\s*\n\s*(?P<regex>.*?)\n\s*\^+\s*\nerror: (?P<why>[^\n]*)",
-        _INVALID + r"\g<why>; write it in the syntax of Rust's regex crate",
-        (),
-    ),
-    (r"no start rule found", "it has no start rule; name the rule that the answer must match start", ()),
-    (
-        r"too many (?:states|expressions)|Current row has \d+ items",
-        "it leaves too many ways open at once; make it simpler",
-        (),
-    ),
-    (r"too deeply nested", "it is nested too deeply; use more rules", ()),
-    (r"NoExtension", "no text leads to its end; make it less strict", ()),
-    (
-        r"(?:Lexer|Parser)TooComplex|too complex|fuel|limits? (?:exceeded|reached)",
-        "it is too complex; make it simpler",
-        (),
-    ),
-    (r"lexer error", "a character stands where none of the language can; quote texts with double quotes", ()),
-)
+_WORDS = {  # what the library says: what that means, and what to do
+    r"min/maxProperties only supported": "minProperties and maxProperties are enforced only where all properties that "
+    "are named are required; require them, or remove the limit",
+    r"patternProperty regexes (/.*/ and /.*/) are not disjoint": r"patternProperties \1 can match one name; make them "
+    "match different names",
+    r"circular references with sibling keys are not supported: (?:json-schema:/*)?(\S+)": r"$ref \1 leads to itself "
+    "beside other keywords; move them into the definition",
+    r"intersection stack level exceeded": "schemas that refer to themselves are combined, by allOf or by keywords "
+    "beside $ref; write the combination out",
+    r"'multipleOf' has too many digits": "multipleOf has too many digits; give at most 9, and at most 10 behind the "
+    "point",
+    r"Regex is empty": "no text matches its pattern, format and length together; make them less strict",
+    r"Failed to generate regex for": "its minimum and maximum cannot be enforced together; give bounds within those of "
+    "a 64-bit integer",
+    r"Unsatisfiable schema: ([^\n]*)": r"nothing satisfies it: \1; make it less strict",
+    r"lookarounds not supported yet; .* in (regex /.*/)": r"the \1 has ^, $ or a word boundary inside, which would not "
+    "be enforced; remove it",
+    r"regex parse error:\s*\n\s*(.*?)\n[^\n]*\nerror: (look-around|backreferences)": r"the regex /\1/ is not valid: "
+    r"\2 would not be enforced; write it without",
+    r"regex parse error:\s*\n\s*(.*?)\n[^\n]*\nerror: ([^\n]*)": r"the regex /\1/ is not valid: \2; write it in the "
+    "syntax of Rust's regex crate",
+    r"too many (?:states|expressions)|Current row has \d+ items": "too many ways are open at once; make it simpler",
+    r"NoExtension": "no text leads to its end; make it less strict",
+    r"(?i)too ?complex|too deeply nested|fuel|limits? (?:exceeded|reached)|Unable to determine if regex": "it is too "
+    "complex, or nested too deeply; make it simpler",
+    r"no start rule found": "it has no start rule; name the rule that the answer must match start",
+    r"lexer error": "a character stands where none of the language can; quote texts with double quotes",
+}
 _PLACE = re.compile(r"^(?:at )?(?P<line>\d+)\((?P<column>\d+)\): ", re.MULTILINE)
+_NAMED = re.compile(r"\b(?:pattern|allOf|multipleOf|minimum|\w+Properties)\b")  # keywords in our words
 _OWN = re.compile(  # lines of the grammar that the library repeats, places, its names
     r"^\s*(?:\d+ \| .*|\^+)\s*$|^(?:at )?\d+\(\d+\): |\bjson-schema:/*|\(at (?:EOF|\"[^\n]*\)\))|<non-verbose/>|"
     r"\b(?:Some|Ok|Err)\b|\b[A-Z][a-z]+(?:[A-Z][a-z]+)+\b|\b[a-z]+::\w+|`",
@@ -171,24 +197,18 @@ def in_our_words(kind: str, message: str, text: str = "") -> str:
     """
     place = _PLACE.search(message) if kind == "grammar" else None
     where = f"line {place['line']}, column {place['column']}: " if place else ""
-    for pattern, words, keywords in _KNOWN:
+    for pattern, meaning in _WORDS.items():
         if found := re.search(pattern, message):
-            places = list(_holding(json.loads(text), "#", keywords)) if kind == "schema" and keywords else []
-            more = ", ..." if len(places) > 3 else ""
-            return one_line(
-                f"{where}{found.expand(words)}" + (f" (at {', '.join(places[:3])}{more})" if places else "")
-            )
+            words, named = found.expand(meaning), frozenset(_NAMED.findall(meaning))
+            places = list(_holding(json.loads(text), "#", named)) if kind == "schema" and named else []
+            more = f" (at {', '.join(places[:3])}{', ...' * (len(places) > 3)})" if places else ""
+            return one_line(f"{where}{words}{more}")
     return one_line(f"{where}{' '.join(_OWN.sub('', message).split()) or 'it cannot be used'}; change it there")
 
 
-def _holding(node: Any, where: str, keywords: Collection[str]) -> Iterator[str]:
+def _holding(node: Any, where: str, keywords: frozenset[str]) -> Iterator[str]:
     """Places of a schema that hold one of the keywords."""
-    inside: Iterable[tuple[object, Any]] = ()
-    if isinstance(node, dict):
-        if not node.keys().isdisjoint(keywords):
-            yield where
-        inside = node.items()
-    elif isinstance(node, list):
-        inside = enumerate(node)
-    for key, child in inside:
+    if isinstance(node, dict) and not keywords.isdisjoint(node):
+        yield where
+    for key, child in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         yield from _holding(child, f"{where}/{key}", keywords)

@@ -15,8 +15,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
 from edge_dflash.decode.grammar.calls import Calls
-from edge_dflash.decode.grammar.lark_text import prepare
-from edge_dflash.decode.grammar.library import Vocabulary, in_our_words
+from edge_dflash.decode.grammar.library import Vocabulary, in_our_words, prepare
 from edge_dflash.decode.grammar.rewrite import rewrite
 from edge_dflash.errors import RequestError, one_line
 
