@@ -179,7 +179,7 @@ REFUSED = [  # parameters, the reason with its advice, parameters that follow it
      {"a": TEXT}),
     ({"a>b": TEXT}, "which cannot stand in a tag; use letters, digits and _", {"a_b1": TEXT}),
     ({"a": {"enum": ["x</parameter>"]}}, "holds a closing tag; leave it out", {"a": {"enum": ["x"]}}),
-    ({"a": {**TEXT, "format": "hex"}}, "give a pattern beside it", {"a": {**TEXT, "format": "hex", "pattern": "^0"}}),
+    ({"a": {**TEXT, "format": "hex"}}, "give a pattern of texts", {"a": {**TEXT, "format": "hex", "pattern": "^0"}}),
     ({"a": {"type": "integer", "uniqueItems": True}}, "'uniqueItems' at #/properties/a would not be enforced", {}),
 ]  # fmt: skip
 

@@ -254,16 +254,20 @@ def check(node: dict[str, Any], where: str) -> None:
     if "$id" in node and where != "#":
         raise RequestError(f"$id at {where} would change what references mean; remove it")
     kept = {key: value for key, value in node.items() if not forbids_nothing(key, node)}
-    for key in kept.keys() - ENFORCED - {"propertyNames"}:  # which depends on the others, and is looked at after them
-        if not (key == "unevaluatedProperties" and node[key] is False and node.keys().isdisjoint(_EVALUATING)):
-            raise unenforced(key, where)  # else it is additionalProperties: false
-    for key in kept.keys() & ENFORCED:
+    for key, value in kept.items():
+        if key == "propertyNames" or (  # it depends on the others, and is looked at after them
+            key == "unevaluatedProperties" and value is False and node.keys().isdisjoint(_EVALUATING)
+        ):  # it is additionalProperties: false
+            continue
+        if key not in TAKEN:
+            raise unenforced(key, where)
+        enforces, remedy = TAKEN[key]
         try:
-            taken = TAKEN[key][0](kept[key], kept)
+            taken = enforces(value, kept)
         except (TypeError, OverflowError):  # unhashable, or beyond a double
             taken = False
         if not taken:
-            raise RequestError(f"{key} at {where} is {short(kept[key])}; {TAKEN[key][1]}")
+            raise RequestError(f"{key} at {where} is {short(value)}; {remedy}")
 
 
 def unenforced(key: str, where: str) -> RequestError:
