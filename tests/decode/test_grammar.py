@@ -460,5 +460,5 @@ def test_slices_of_the_vocabulary_change_no_mask():
     ],
 )
 def test_a_grammar_that_fails_with_the_first_token_is_refused(kind, text):
-    with pytest.raises(RequestError, match=f"the {kind} cannot be used: .* too many ways are open at once; make it simpl"):
+    with pytest.raises(RequestError, match=f"the {kind} cannot be used: .*too many ways are open at once"):
         compiled_here(kind, text, (END_ID,))
