@@ -1,9 +1,9 @@
 """Grammars made to take time and memory: what each costs, and what else is delayed by it.
 
 ``python tests/scripts/grammar_bombs.py BUNDLE`` sends each to a planner and prints how it ended, seconds, memory of its
-process and the longest delay of a thread that ticks every millisecond beside it, and of one in another process; then
-the worst of them together to a service, with ``/health`` asked beside them, a small form of another caller, and SIGTERM
-while they run. The last line is JSON.
+process and the longest delay of a thread that ticks every millisecond beside it; then the worst of them together to a
+service, with ``/health`` asked beside them, a small form of another caller, and SIGTERM while they run. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from service_support import Process
 
 from edge_dflash.decode.grammar import compiled
+from edge_dflash.decode.grammar.worker import resident_bytes
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 
@@ -115,45 +115,8 @@ def schemas() -> Iterator[tuple[str, object]]:
     yield "unknown keyword, long", {"x" * 100_000: 1}
 
 
-BOMBS = [
-    *(("regex", name, text) for name, text in regexes()),
-    *(("grammar", name, text) for name, text in grammars()),
-    *(("schema", name, value) for name, value in schemas()),
-]
-
-
-class Control:
-    """A process of one thread that ticks in the same way: what the machine delays, whatever the planner does."""
-
-    CODE = """if True:
-        import select, sys, time
-        worst = 0.0
-        while True:
-            before = time.perf_counter()
-            time.sleep(0.001)
-            worst = max(worst, time.perf_counter() - before - 0.001)
-            if select.select([sys.stdin], [], [], 0)[0]:
-                if not sys.stdin.readline():
-                    break
-                print(worst, flush=True)
-                worst = 0.0
-        """
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", self.CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.delay()
-
-    def delay(self) -> float:
-        """Longest delay since the last call, seconds."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(file=self._process.stdin, flush=True)
-        return float(self._process.stdout.readline())
-
-    def close(self) -> None:
-        self._process.communicate()
+KINDS = {"regex": regexes, "grammar": grammars, "schema": schemas}
+BOMBS = [(kind, name, value) for kind, several in KINDS.items() for name, value in several()]
 
 
 class Watch(threading.Thread):
@@ -161,13 +124,12 @@ class Watch(threading.Thread):
 
     def __init__(self, zygote: int) -> None:
         super().__init__(daemon=True)
-        self._zygote, self.done = zygote, False
+        self._zygote, self._done = zygote, False
         self.delay = self.memory = 0.0
-        self.start()
 
     def run(self) -> None:
-        looked, shared = 0.0, self._resident(self._zygote)
-        while not self.done:
+        looked, shared = 0.0, resident_bytes(self._zygote)
+        while not self._done:
             before = time.perf_counter()
             time.sleep(0.001)
             now = time.perf_counter()
@@ -175,13 +137,15 @@ class Watch(threading.Thread):
             if now - looked > 0.05:
                 looked = now
                 pids = Path(f"/proc/{self._zygote}/task/{self._zygote}/children").read_text().split()
-                self.memory = max([self.memory, *(self._resident(int(pid)) - shared for pid in pids)])
+                self.memory = max([self.memory, *((resident_bytes(int(pid)) - shared) / 2**20 for pid in pids)])
 
-    def _resident(self, pid: int) -> float:
-        try:
-            return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) / 256  # MB
-        except (OSError, IndexError):
-            return 0.0
+    def __enter__(self) -> Watch:
+        self.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._done = True
+        self.join()
 
 
 def planner_run(bundle: Path) -> dict[str, object]:
@@ -189,47 +153,36 @@ def planner_run(bundle: Path) -> dict[str, object]:
     with Planner.open(bundle, check_hashes=False, self_test="off") as planner:
         planner.plan("Go.", schema=SMALL)
         (grammars_,) = compiled._known[planner.tokenizer].values()
-        quiet = Watch(grammars_.start().pid)
-        time.sleep(2.0)
-        quiet.done = True
-        quiet.join()
-        control = Control()
+        with Watch(grammars_.start().pid) as quiet:
+            time.sleep(2.0)
         print(f"without bombs: tick delayed by {1e3 * quiet.delay:.0f} ms at most", flush=True)
         for field, name, value in BOMBS:
-            control.delay()
-            watch, began = Watch(grammars_.start().pid), time.perf_counter()
-            try:
-                plan = planner.plan("Go.", max_new_tokens=24, **{field: value})
-                outcome = f"{len(plan.tokens)} tokens, {plan.finish_reason}"
-            except RequestError as error:
-                outcome = str(error)
-            seconds = time.perf_counter() - began
-            watch.done = True
-            watch.join()
-            beside = control.delay()
-            rows.append((seconds, watch.memory, watch.delay, beside))
+            began = time.perf_counter()
+            with Watch(grammars_.start().pid) as watch:
+                try:
+                    plan = planner.plan("Go.", max_new_tokens=24, **{field: value})
+                    outcome = f"{len(plan.tokens)} tokens, {plan.finish_reason}"
+                except RequestError as error:
+                    outcome = str(error)
+                seconds = time.perf_counter() - began
+            rows.append((seconds, watch.memory, watch.delay))
             print(
                 f"{field:8} {name:30} {seconds:6.2f} s {watch.memory:5.0f} MB tick {1e3 * watch.delay:4.0f} ms"
-                f" ({1e3 * beside:.0f} elsewhere)"
                 f"  {outcome[:110]}",
                 flush=True,
             )
-        control.close()
-    seconds, memory, delays, elsewhere = zip(*rows, strict=True)
+    seconds, memory, delays = zip(*rows, strict=True)
     return {
         "bombs": len(rows),
         "seconds_max": max(seconds),
         "memory_mb_max": max(memory),
         "tick_delay_ms_max": 1e3 * max(delays),
         "tick_delay_ms_median": 1e3 * statistics.median(delays),
-        "tick_delay_ms_elsewhere_max": 1e3 * max(elsewhere),
-        "tick_delay_ms_elsewhere_median": 1e3 * statistics.median(elsewhere),
         "tick_delay_ms_without": 1e3 * quiet.delay,
     }
 
 
 def service_run(bundle: Path) -> dict[str, object]:
-    control = Control()
     bombs = [(field, value) for field, name, value in BOMBS if name in WORST]
     chat = {"messages": [{"role": "user", "content": "Go."}], "max_tokens": 40}
 
@@ -272,8 +225,6 @@ def service_run(bundle: Path) -> dict[str, object]:
         outcomes = [one.result() for one in asked]
         done.set()
         looking.result()
-        elsewhere = control.delay()
-        control.close()
         print("service: statuses of bombs", [status for status, _, _ in outcomes], "small form", small[:2], flush=True)
         late = [pool.submit(ask, *bomb, "bomber") for bomb in bombs]
         time.sleep(0.5)
@@ -287,7 +238,6 @@ def service_run(bundle: Path) -> dict[str, object]:
         "health_ms_p50": 1e3 * health[len(health) // 2],
         "health_ms_p99": 1e3 * health[len(health) * 99 // 100],
         "health_ms_max": 1e3 * health[-1],
-        "tick_delay_ms_elsewhere_max": 1e3 * elsewhere,
         "small_form": small[:2],
         "small_regex": regex[:2],
         "deadline_1s": (deadline[0], deadline[1], json.loads(deadline[2])["edge_dflash"]["finish_reason"]),

@@ -167,28 +167,3 @@ def _more(inner):
 # (schema, strategy of documents that satisfy it)
 SCHEMAS = st.recursive(_LEAVES, _more, max_leaves=5)
 CASES = SCHEMAS.flatmap(lambda pair: st.tuples(st.just(pair[0]), pair[1]))
-
-
-def satisfies(schema, document) -> bool:
-    """The part of JSON Schema that SCHEMAS uses."""
-    if "anyOf" in schema:
-        return any(satisfies(option, document) for option in schema["anyOf"])
-    if "const" in schema or "enum" in schema:
-        return document in schema.get("enum", [schema.get("const")])
-    match schema["type"]:
-        case "boolean":
-            return isinstance(document, bool)
-        case "null":
-            return document is None
-        case "integer":
-            return type(document) is int and schema["minimum"] <= document <= schema["maximum"]
-        case "string":
-            return isinstance(document, str) and len(document) <= schema["maxLength"]
-        case "array":
-            within = isinstance(document, list) and schema["minItems"] <= len(document) <= schema["maxItems"]
-            return within and all(satisfies(schema["items"], item) for item in document)
-    return (
-        isinstance(document, dict)
-        and list(document) == schema["required"]
-        and all(satisfies(schema["properties"][name], value) for name, value in document.items())
-    )
