@@ -2,7 +2,7 @@
 
 Of its dialect of Lark (https://github.com/guidance-ai/llguidance, docs/syntax.md) only the lexical shape is read:
 comments, strings, regular expressions, ``<token>`` and ``%json {...}``; the library parses the rules. Its messages are
-cleaned of its own names; those that would not be understood are said in our words, with the place and a remedy.
+cleaned of its names; those that would not be understood are said in our words, with the place and a remedy.
 """
 
 from __future__ import annotations
