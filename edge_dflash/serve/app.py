@@ -38,9 +38,9 @@ from edge_dflash.serve.openapi import (
     TAKEN,
     WITH_BODY,
     Operation,
-    Operations,
     document,
     list_of,
+    operation,
     or_null,
     ref,
 )
@@ -50,14 +50,13 @@ _PIECE = 8192  # token ids that are written at once
 _STARTED = int(time.time())
 _SIZES = [one.name for one in fields(PairShape) if one.name not in ("lanes", "varying", "image_token_id", "patches")]
 _SESSIONS = "/v1/edge_dflash/sessions"
-operation = Operations()
 
 
 def make_app(service: Service, keys: Keys | None = None) -> Starlette:
     """The ASGI application of a service. ``keys``: one of which TCP callers must send, if there are any."""
-    operations = {path: [one for one in OPERATIONS if one.path == path] for path in [one.path for one in OPERATIONS]}
+    paths = dict.fromkeys(one.path for one in OPERATIONS)
     app = Starlette(
-        routes=[_route(service, path, methods) for path, methods in operations.items()],
+        routes=[_route(service, path, [one for one in OPERATIONS if one.path == path]) for path in paths],
         exception_handlers={HTTPException: _http_error, Exception: _defect},
         middleware=[
             Middleware(RequestLog, which=service.config.service.log),
@@ -78,12 +77,12 @@ def _route(service: Service, path: str, operations: list[Operation]) -> Route:
             response: ASGIApp = await handlers["GET" if request.method == "HEAD" else request.method](service, request)
             return response
         except Exception as error:
-            return service.refusal(error).response()
+            return service.refusal(error)
 
     return Route(path, answer, methods=list(handlers))
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Any:
     """A path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
@@ -92,11 +91,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message = f"the method of {path} is {method}; it takes {headers['Allow']}"
     else:
         message = f"no endpoint answers {method} {path}; GET /openapi.json lists them all"
-    return Refusal(message, status=error.status_code, headers=headers).response()
+    return Refusal(message, status=error.status_code, headers=headers)
 
 
-async def _defect(request: Request, error: Exception) -> Response:
-    return refusal(error).response()
+async def _defect(request: Request, error: Exception) -> Any:
+    return refusal(error)
 
 
 # Texts and the model --------------------------------------------------------------------------------------------------
@@ -275,4 +274,7 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "Ready": exactly(status={"enum": list(get_args(State))}),
 }
-OPERATIONS = (*completions.operations, *operation)
+OPERATIONS = (
+    *(completions.chat, completions.completions, encode, models, model, health, ready, metrics, openapi),
+    *(sessions, session, delete_session, save_session, fork_session),
+)

@@ -27,7 +27,7 @@ _JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
 class Refusal(RequestError):
-    """A request that is answered with an HTTP error. ``param`` names the part of the body that is at fault."""
+    """A request that is refused, and its answer (ASGI). ``param`` names the part of the body that is at fault."""
 
     def __init__(
         self,
@@ -53,22 +53,10 @@ class Refusal(RequestError):
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """The answer to the request."""
-        return _RefusalResponse(self)
-
-
-class _RefusalResponse(Response):
-    """The answer to a request that is refused; its state says why, for the log."""
-
-    def __init__(self, refused: Refusal) -> None:
-        super().__init__(dump(refused.body), refused.status, refused.headers, "application/json")
-        self._refused = refused
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it (ASGI)."""
-        scope.setdefault("state", {})["refused"] = self._refused
-        await super().__call__(scope, receive, send)
+        """Answer the request (ASGI); its state says why, for the log."""
+        scope.setdefault("state", {})["refused"] = self
+        await Response(dump(self.body), self.status, self.headers, "application/json")(scope, receive, send)
 
 
 # Class of errors: status, code, whether the request may be sent again after a while. The first that fits.

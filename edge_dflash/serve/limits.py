@@ -98,7 +98,7 @@ class Guard:
                 account = _authorise(scope, Headers(scope=scope), self._keys)
                 scope["state"] = {**scope.get("state", {}), "account": account}
             except Refusal as refused:
-                await refused.response()(scope, receive, send)
+                await refused(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -1,6 +1,6 @@
 """The document of the API (OpenAPI 3.1), made of what the code itself goes by.
 
-A route is declared where it is handled (:class:`Operations`), its body in :mod:`edge_dflash.serve.bodies`.
+A route is declared where it is handled (:func:`operation`), its body in :mod:`edge_dflash.serve.bodies`.
 """
 
 from __future__ import annotations
@@ -72,25 +72,11 @@ class Operation:
     unready: bool = False  # the answer comes with 503, too
 
 
-class Operations(list[Operation]):
-    """The operations of a module; called, it declares that of the handler below it."""
-
-    def __call__(
-        self,
-        method: str,
-        path: str,
-        summary: str,
-        answer: Schema | None,
-        refusals: Mapping[int, str] | None = None,
-        **more: Any,
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """See the fields of :class:`Operation`."""
-
-        def declare(handler: Callable[..., Any]) -> Callable[..., Any]:
-            self.append(Operation(method, path, summary, answer, handler, refusals or {}, **more))
-            return handler
-
-        return declare
+def operation(
+    method: str, path: str, summary: str, answer: Schema | None, refusals: Mapping[int, str] | None = None, **more: Any
+) -> Callable[[Callable[..., Any]], Operation]:
+    """The operation of the handler below it; see the fields of :class:`Operation`."""
+    return lambda handler: Operation(method, path, summary, answer, handler, refusals or {}, **more)
 
 
 def document(
@@ -125,11 +111,11 @@ def _described(one: Operation, config: ServeConfig) -> dict[str, Any]:
         events = "data: and one of these objects each, then data: [DONE]; an error is the last but one."
         kinds = {"anyOf": [one.event, ref("Error")]}
         content["text/event-stream"] = {"schema": {**STRING, "description": events}, "x-event": kinds}
-    made["responses"] = {"200": {"description": "Done.", "content": content}}
+    answers = {status: (why, _json(ref("Error"))) for status, why in {**_EVERYWHERE, **one.refusals}.items()}
+    answers[200] = ("Done.", content)
     if one.unready:
-        made["responses"]["503"] = {"description": "No.", "content": _json({"anyOf": [one.answer, ref("Error")]})}
-    for status, why in sorted({**_EVERYWHERE, **one.refusals}.items()):
-        made["responses"].setdefault(str(status), {"description": why, "content": _json(ref("Error"))})
+        answers[503] = ("No.", _json({"anyOf": [one.answer, ref("Error")]}))
+    made["responses"] = {str(status): {"description": why, "content": what} for status, (why, what) in answers.items()}
     return made
 
 

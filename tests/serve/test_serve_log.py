@@ -158,7 +158,7 @@ def test_a_stream_that_fails_is_said_though_its_status_was_good(tmp_path, caplog
     from edge_dflash.serve import completions
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(completions.Running, "finish", broken)
+        patch.setattr(completions.Running, "_finish", broken)
         client.post(CHAT, json={**BODY, "stream": True})
     level, line = lines()[0]
     assert (level, line.startswith(f"POST {CHAT} 200 ")) == ("ERROR", True)
