@@ -158,8 +158,8 @@ def _card(service: Service) -> dict[str, Any]:
 @operation("GET", "/health", "Whether the engine gets on.", ref("Health"), unready=True)
 async def health(service: Service, request: Request) -> ASGIApp:
     """200 while the engine gets on or has nothing to do."""
-    good, said = service.health()
-    return json_response(said, 200 if good else 503)
+    said = service.health()
+    return json_response(said, 200 if said["status"] == "ok" else 503)
 
 
 @operation("GET", "/ready", "Whether requests are taken.", ref("Ready"), unready=True)

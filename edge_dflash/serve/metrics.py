@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -20,6 +19,7 @@ from edge_dflash.board.state import BoardState, EnergyMeter
 from edge_dflash.decode.loop import Step
 from edge_dflash.decode.shape import MOST_LANES
 from edge_dflash.result import Plan
+from edge_dflash.runner.job import Observer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT = (0.001, 0.002, 0.004, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -33,15 +33,16 @@ ACCOUNTS, OTHERS = 32, "other"  # accounts that are told apart, and what all bey
 RATE_SECONDS = 10.0  # that tokens a second are counted over
 SELF_TEST = ("passed", "failed", "none")
 
-# Families of the board: metric, label, help.
-BOARD = {
-    "power": ("edge_dflash_board_power_watts", "rail", "Power of a rail."),
-    "temperature": ("edge_dflash_board_temperature_celsius", "zone", "Temperature of a thermal zone."),
-    "clock": ("edge_dflash_board_clock_hertz", "clock", "Frequency of a clock."),
-    "throttled": ("edge_dflash_board_throttled", "part", "1 while a part is slowed down for its heat."),
-    "over_current": ("edge_dflash_board_over_current_events", "counter", "Over-current events since boot."),
-    "memory": ("edge_dflash_board_memory_available_bytes", "kind", "Memory that programs may still take."),
-}
+# Families of the board: metric, label, help, and values by label.
+BOARD: tuple[tuple[str, str, str, Callable[[BoardState], Mapping[str, float | None]]], ...] = (
+    ("power_watts", "rail", "Power of a rail.", lambda state: {rail.name: rail.watts for rail in state.rails}),
+    ("temperature_celsius", "zone", "Temperature of a thermal zone.", lambda state: state.temperatures),
+    ("clock_hertz", "clock", "Frequency of a clock.", lambda state: {clock.name: clock.hz for clock in state.clocks}),
+    ("throttled", "part", "1 while a part is slowed down for its heat.", lambda state: state.throttling),
+    ("over_current_events", "counter", "Over-current events since boot.", lambda state: state.over_current),
+    ("memory_available_bytes", "kind", "Memory that programs may still take.",
+     lambda state: {"available": None if state.memory is None else state.memory.available}),
+)  # fmt: skip
 
 
 class Metrics:
@@ -126,11 +127,6 @@ class Metrics:
         if outcome == "disconnected":
             self.disconnects.inc()
 
-    def passed(self, lanes: int, rows: int) -> None:
-        """Count a cycle."""
-        self.pass_lanes.observe(lanes)
-        self.pass_rows.observe(rows)
-
     def plan(self, plan: Plan, account: str, *, first: bool = True) -> None:
         """Count a finished plan of an account; of several candidates, only the ``first`` one's prompt and waiting."""
         if len(self._accounts) < ACCOUNTS:
@@ -156,25 +152,23 @@ class Rate:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
-        self._counts = deque[tuple[int, int]]()  # second, tokens in it
+        self._counts: dict[int, int] = {}  # tokens by the second that they were made in
 
     def add(self, tokens: int) -> None:
         """So many tokens were made now."""
-        with self._lock:
-            second = int(self._clock())
-            last, count = self._counts.pop() if self._counts and self._counts[-1][0] == second else (second, 0)
-            self._counts.append((last, count + tokens))
-            self._drop(second)
+        self._late(tokens)
 
     def of_last_seconds(self) -> float:
         """Over the RATE_SECONDS until now."""
-        with self._lock:
-            self._drop(int(self._clock()))
-            return sum(tokens for _, tokens in self._counts) / RATE_SECONDS
+        return self._late(0) / RATE_SECONDS
 
-    def _drop(self, second: int) -> None:
-        while self._counts and self._counts[0][0] <= second - RATE_SECONDS:
-            self._counts.popleft()
+    def _late(self, tokens: int) -> int:
+        """Tokens of the last RATE_SECONDS, with so many more."""
+        with self._lock:
+            now = int(self._clock())
+            self._counts = {at: count for at, count in self._counts.items() if at > now - RATE_SECONDS}
+            self._counts[now] = self._counts.get(now, 0) + tokens
+            return sum(self._counts.values())
 
 
 class _BoardCollector(Collector):
@@ -183,92 +177,44 @@ class _BoardCollector(Collector):
     def __init__(self, board: Callable[[], BoardState]) -> None:
         self._board = board
 
-    def describe(self) -> list[GaugeMetricFamily]:
-        return list(_families().values())
-
-    def collect(self) -> list[GaugeMetricFamily]:
-        state, families = self._board(), _families()
-        values: dict[str, Mapping[str, float | None]] = {
-            "power": {rail.name: rail.watts for rail in state.rails},
-            "temperature": state.temperatures,
-            "clock": {clock.name: clock.hz for clock in state.clocks},
-            "throttled": state.throttling,
-            "over_current": state.over_current,
-            "memory": {} if state.memory is None else {"available": state.memory.available},
-        }
-        for key, family in families.items():
-            for name, value in values[key].items():
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        state = self._board()
+        for name, label, text, values in BOARD:
+            family = GaugeMetricFamily(f"edge_dflash_board_{name}", text, labels=[label])
+            for of, value in values(state).items():
                 if value is not None:
-                    family.add_metric([name], float(value))
-        return list(families.values())
+                    family.add_metric([of], float(value))
+            yield family
 
 
-def _families() -> dict[str, GaugeMetricFamily]:
-    return {key: GaugeMetricFamily(metric, text, labels=[label]) for key, (metric, label, text) in BOARD.items()}
+class Watcher(Observer):
+    """Watches the engine of the planner that is opened with it: what it does, and whether it gets on.
 
+    Told by the engine's thread, asked by the loop.
+    """
 
-class Pulse:
-    """Whether the engine gets on. Told by its worker, asked by the loop."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._jobs = 0  # that have begun and not ended: those beyond the lanes are set aside
-        self._last = clock()
-        self._steps = self._fed = 0
-
-    def note(self, jobs: int = 0) -> None:
-        """So many more jobs run (-1: one has ended); 0: the one that runs committed something."""
-        with self._lock:
-            self._jobs, self._last = self._jobs + jobs, self._clock()
-            self._steps += 1
-
-    @property
-    def jobs(self) -> int:
-        """Requests that have begun and not ended."""
-        return self._jobs
-
-    @property
-    def running(self) -> bool:
-        """Whether a request runs."""
-        return self._jobs > 0
-
-    def stalled_seconds(self, waiting: int) -> float:
-        """Seconds since the engine last got on; 0 when it has nothing to do. ``waiting``: requests in the queue."""
-        with self._lock:
-            return self._clock() - self._last if self._jobs or waiting else 0.0
-
-    def feeds(self, waiting: int) -> bool:
-        """Whether there is reason to feed the watchdog: a step since the last call, or nothing to do."""
-        with self._lock:
-            stepped, self._fed = self._steps != self._fed, self._steps
-            if idle := not (self._jobs or waiting):
-                self._last = self._clock()  # time without work is not held against the request that ends it
-            return stepped or idle
-
-
-class Watcher:
-    """Watches the engine at work, for the planner that is opened with it (an Observer of the runner)."""
-
-    def __init__(self, pulse: Pulse, metrics: Metrics, power: EnergyMeter) -> None:
+    def __init__(self, metrics: Metrics, power: EnergyMeter, clock: Callable[[], float] = time.monotonic) -> None:
         """``power`` is sampled while the engine works."""
-        self._pulse = pulse
-        self._metrics = metrics
-        self._power = power
+        self._metrics, self._power, self._clock = metrics, power, clock
+        self._lock = threading.Lock()
+        self.jobs = 0  # that have begun and not ended: those beyond the lanes are set aside
+        self._last = clock()  # when it got on
+        self._steps = self._fed = 0
 
     def started(self) -> None:
         """A request, or a small work between two, begins to run."""
-        self._pulse.note(1)
+        self._note(1)
         self._power.begin()
 
     def step(self, step: Step) -> None:
         """Tokens were committed, or the request ends."""
-        self._pulse.note()
+        self._note()
         self._metrics.step(step)
 
     def passed(self, lanes: int, rows: int) -> None:
         """A cycle ran."""
-        self._metrics.passed(lanes, rows)
+        self._metrics.pass_lanes.observe(lanes)
+        self._metrics.pass_rows.observe(rows)
 
     def aside(self) -> None:
         """A running request gives its lane to a more urgent one."""
@@ -276,5 +222,24 @@ class Watcher:
 
     def ended(self) -> None:
         """It runs no more, however it ended."""
-        self._pulse.note(-1)
+        self._note(-1)
         self._power.end()
+
+    def _note(self, jobs: int = 0) -> None:
+        """The engine got on, with so many more jobs."""
+        with self._lock:
+            self.jobs, self._last = self.jobs + jobs, self._clock()
+            self._steps += 1
+
+    def stalled_seconds(self, waiting: int) -> float:
+        """Seconds since the engine last got on; 0 when it has nothing to do. ``waiting``: requests in the queue."""
+        with self._lock:
+            return self._clock() - self._last if self.jobs or waiting else 0.0
+
+    def feeds(self, waiting: int) -> bool:
+        """Whether there is reason to feed the watchdog: a step since the last call, or nothing to do."""
+        with self._lock:
+            stepped, self._fed = self._steps != self._fed, self._steps
+            if idle := not (self.jobs or waiting):
+                self._last = self._clock()  # time without work is not held against the request that ends it
+            return stepped or idle

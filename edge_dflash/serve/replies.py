@@ -101,7 +101,7 @@ class Writer:
         """
         if self._call.options.get("logprobs") is None:
             return None
-        entries = [{**self._entry(one), "top_logprobs": [self._entry(other) for other in one.top]} for one in found]
+        entries = [{**self._entry(one), "top_logprobs": list(map(self._entry, one.top))} for one in found]
         if self._call.chat:
             return {"content": entries, "refusal": None}
         lists = {
@@ -131,26 +131,16 @@ def finish_reason(plan: Plan) -> str:
 
 def extension(call: Call, plan: Plan, details: Mapping[str, Any]) -> dict[str, Any]:
     """What stands under ``edge_dflash``."""
-    extra: dict[str, Any] = {
-        "finish_reason": plan.finish_reason,
-        "accept_length": plan.accept_length,
-        "accept_lengths": list(plan.accept_lengths),
-        "drafts": list(plan.drafting.drafts),
-        "accepted_drafts": list(plan.drafting.accepted),
+    return {
+        **{name: getattr(plan, name) for name in _OF_PLAN},
+        "drafts": plan.drafting.drafts,
+        "accepted_drafts": plan.drafting.accepted,
         "timings": asdict(plan.timings),
-        "tokens_per_second": plan.tokens_per_second,
-        "speculative": plan.speculative,
-        "lossy": plan.lossy,
-        "relaxed_tokens": plan.relaxed_tokens,
-        "reused_tokens": plan.reused_tokens,
-        "prompt_tokens": plan.prompt_tokens,
-        "seed": plan.seed,
         "session": call.session,
         "malformed": [asdict(one) for one in plan.malformed],
+        **({"tokens": plan.tokens} if call.with_tokens else {}),
+        **details,
     }
-    if call.with_tokens:
-        extra["tokens"] = list(plan.tokens)
-    return {**extra, **details}
 
 
 def _usage(plans: Sequence[Plan]) -> dict[str, Any]:
@@ -166,13 +156,15 @@ def _usage(plans: Sequence[Plan]) -> dict[str, Any]:
 
 def _message(plan: Plan) -> dict[str, Any]:
     calls = [call.openai() for call in plan.tool_calls]
-    message: dict[str, Any] = {"role": "assistant", "content": None if calls and not plan.text else plan.text or ""}
-    message["refusal"] = None
-    if plan.thinking:
-        message["reasoning_content"] = plan.thinking
-    if calls:
-        message["tool_calls"] = calls
-    return message
+    content = None if calls and not plan.text else plan.text or ""
+    thinking = {"reasoning_content": plan.thinking} if plan.thinking else {}
+    return {
+        "role": "assistant",
+        "content": content,
+        "refusal": None,
+        **thinking,
+        **({"tool_calls": calls} if calls else {}),
+    }
 
 
 def _continues(byte: int) -> bool:
@@ -201,21 +193,24 @@ def _number(one: TokenLogprob) -> float:
 _USAGE = exactly(
     prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT, prompt_tokens_details=exactly(cached_tokens=COUNT)
 )
+_OF_PLAN: dict[str, Schema] = {  # told as a plan has them
+    "finish_reason": {"enum": list(get_args(FinishReason))},
+    "accept_length": NUMBER,
+    "accept_lengths": IDS,
+    "tokens_per_second": NUMBER,
+    "speculative": BOOLEAN,
+    "lossy": BOOLEAN,
+    "relaxed_tokens": COUNT,
+    "reused_tokens": COUNT,
+    "prompt_tokens": COUNT,
+    "seed": COUNT,
+}
 _EXTENSION = exactly(
     {"board": {"type": "object"}, "session_error": STRING, "tokens": IDS, "candidates": list_of(ref("Extension"))},
-    finish_reason={"enum": list(get_args(FinishReason))},
-    accept_length=NUMBER,
-    accept_lengths=IDS,
+    **_OF_PLAN,
     drafts=IDS,
     accepted_drafts=IDS,
     timings=exactly(**{one.name: NUMBER for one in fields(PlanTimings)}),
-    tokens_per_second=NUMBER,
-    speculative=BOOLEAN,
-    lossy=BOOLEAN,
-    relaxed_tokens=COUNT,
-    reused_tokens=COUNT,
-    prompt_tokens=COUNT,
-    seed=COUNT,
     session=or_null(STRING),
     malformed=list_of(exactly(text=STRING, reason=STRING)),
 )

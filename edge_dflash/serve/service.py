@@ -20,11 +20,10 @@ from edge_dflash.common import progress
 from edge_dflash.pictures.decode import INSTALL, reads_files
 from edge_dflash.planner import Planner
 from edge_dflash.runner.astream import AsyncPlanStream
-from edge_dflash.runner.settings import OpenOptions
 from edge_dflash.serve.config import MIB, ServeConfig
 from edge_dflash.serve.errors import Refusal, dump, refusal
 from edge_dflash.serve.limits import own
-from edge_dflash.serve.metrics import Metrics, Pulse, Watcher
+from edge_dflash.serve.metrics import Metrics, Watcher
 from edge_dflash.serve.sessions import AllSessions, Sessions
 from edge_dflash.serve.state_dir import recording_in
 
@@ -79,8 +78,7 @@ class Service:
         self.power = power or EnergyMeter(lambda: None)
         self.state: State = "loading"
         self.metrics = Metrics(board)
-        self.pulse = Pulse()
-        self.observer = Watcher(self.pulse, self.metrics, self.power)  # what the planner is to be opened with
+        self.observer = Watcher(self.metrics, self.power)  # what the planner is to be opened with
         self.planner: Planner | None = None
         self.sessions: AllSessions | None = None
         self.streams: set[AsyncPlanStream] = set()  # of admitted requests
@@ -99,16 +97,13 @@ class Service:
                 self.notifier.status(f"loading {self.config.model}: {stage}")
             show(stage, done, total)
 
-        planner = Planner.open(service.bundle, progress=report, observer=self.observer, **self._settings())
+        options = self.config.engine.options
+        options |= {"check_hashes": service.check_hashes, "self_test": service.self_test}
+        if service.record:
+            options["record"] = recording_in(Path(service.state_dir), service.record_mib * MIB)
+        planner = Planner.open(service.bundle, progress=report, observer=self.observer, **options)
         planner.warm_up()
         self.take(planner)
-
-    def _settings(self) -> OpenOptions:
-        service, made = self.config.service, self.config.engine.options
-        made |= {"check_hashes": service.check_hashes, "self_test": service.self_test}
-        if service.record:
-            made["record"] = recording_in(Path(service.state_dir), service.record_mib * MIB)
-        return made
 
     def take(self, planner: Planner) -> None:
         """Serve this planner, which was opened with :attr:`observer`; it is closed in the end."""
@@ -127,9 +122,9 @@ class Service:
         metrics.tested("none" if tested is None else "passed" if tested.ok else "failed")
         lanes = planner.shape.lanes
         metrics.lanes.set(lanes)
-        metrics.lanes_in_use.set_function(lambda: min(self.pulse.jobs, lanes))
-        metrics.queue_depth.set_function(lambda: planner.waiting)
-        metrics.running.set_function(lambda: self.pulse.running)
+        metrics.lanes_in_use.set_function(lambda: min(self.observer.jobs, lanes))
+        metrics.queue_depth.set_function(lambda: self.waiting)
+        metrics.running.set_function(lambda: self.observer.jobs > 0)
         metrics.drafting.set_function(lambda: planner.drafting)
         metrics.stalled.set_function(self.stalled_seconds)
         metrics.ready.set_function(lambda: self.state == "ready")
@@ -165,21 +160,26 @@ class Service:
 
     # Watching ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return self.planner.waiting if self.planner is not None else 0
+
     def stalled_seconds(self) -> float:
         """Seconds since the engine last got on; 0 when it has nothing to do. From any thread."""
-        return self.pulse.stalled_seconds(self.planner.waiting if self.planner is not None else 0)
+        return self.observer.stalled_seconds(self.waiting)
 
-    def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether the engine gets on, and what to say about it."""
+    def health(self) -> dict[str, Any]:
+        """What to say of the engine; its ``status`` is ok while it gets on or has nothing to do."""
         stalled = self.stalled_seconds()
-        good = stalled < self.config.timeouts.stall and self.state != "failed"
-        waiting = self.planner.waiting if self.planner is not None else 0
-        said = {
-            "status": "ok" if good else "failed" if self.state == "failed" else "hung",
+        hung = stalled >= self.config.timeouts.stall
+        return {
+            "status": "failed" if self.state == "failed" else "hung" if hung else "ok",
             "state": self.state,
-            "running": self.pulse.running,
+            "running": self.observer.jobs > 0,
+            "waiting": self.waiting,
+            "stalled_seconds": round(stalled, 3),
         }
-        return good, {**said, "waiting": waiting, "stalled_seconds": round(stalled, 3)}
 
     async def watch(self) -> BaseException:
         """Feed the watchdog for as long as there is reason to, and say what goes on.
@@ -189,17 +189,16 @@ class Service:
         said = ""
         while True:
             await asyncio.sleep(TICK)
-            planner = self.planner
-            if planner is None:
+            if self.planner is None:
                 continue
-            if (failure := planner.failure) is not None:
+            if (failure := self.planner.failure) is not None:
                 self.state = "failed"
                 self.notifier.status(f"failed: {type(failure).__name__}: {failure}")
                 return failure
-            if self.pulse.feeds(planner.waiting):
+            if self.observer.feeds(self.waiting):
                 self.notifier.say("WATCHDOG=1")
             if self.state == "ready":
-                what = f"serving {self.config.model}: {self.pulse.jobs} running, {planner.waiting} waiting"
+                what = f"serving {self.config.model}: {self.observer.jobs} running, {self.waiting} waiting"
                 if what != said:
                     self.notifier.status(said := what)
 
@@ -218,7 +217,7 @@ class Service:
     def retry_after(self) -> float:
         """Seconds in which what waits now is served, at the pace of the last requests."""
         pace = sum(self.seconds) / len(self.seconds) if self.seconds else 1.0
-        return min(MOST_SECONDS, pace * max(1, self.planner.waiting if self.planner is not None else 0))
+        return min(MOST_SECONDS, pace * max(1, self.waiting))
 
     def check_model(self, name: str | None, param: str | None = None) -> None:
         """Refuse the name of another model; None is none."""
@@ -251,18 +250,19 @@ class Service:
         self.state = "draining"
         self.notifier.say("STOPPING=1")
         self.notifier.status("stopping: waiting for the running request")
-        began = time.monotonic()
-        until = began + self.config.timeouts.drain
-        while self.streams and time.monotonic() < until:
-            await asyncio.sleep(0.02)
-            if time.monotonic() > began + PREPARE:
-                for stream in [one for one in self.streams if not one.queued]:
-                    stream.cancel()
-        for stream in list(self.streams):
-            stream.cancel()  # ends at its next commit, with what it has
-        until = time.monotonic() + self.config.timeouts.write
-        while self.streams and time.monotonic() < until:
-            await asyncio.sleep(0.02)
+        prepared = time.monotonic() + PREPARE
+
+        async def until_none(seconds: float, *, cut: bool) -> None:
+            """Wait for the requests; ``cut``: those that run end at their next commit, with what they have."""
+            end = time.monotonic() + seconds
+            while self.streams and time.monotonic() < end:
+                for stream in self.streams if cut or time.monotonic() > prepared else ():
+                    if cut or not stream.queued:
+                        stream.cancel()
+                await asyncio.sleep(0.02)
+
+        await until_none(self.config.timeouts.drain, cut=False)
+        await until_none(self.config.timeouts.write, cut=True)
         if self.sessions is not None and not self.stalled_seconds():
             self.notifier.status("stopping: saving sessions")
             for problem in await self.on_thread(self.sessions.save_all):

@@ -14,7 +14,8 @@ import threading
 import time
 from array import array
 from collections import OrderedDict
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -64,7 +65,7 @@ class Sessions:
 
     def acquire(self, name: str) -> PlannerSession:
         """The session of this name: open, loaded from its file, or new. Give it back with :meth:`release`."""
-        slot = self._slot(name)
+        slot = self._take(name, room=True)
         try:
             until = time.monotonic() + _LETS_GO
             while (session := self._held(name, slot)) is None:
@@ -99,35 +100,23 @@ class Sessions:
         """One session; with messages and tokens when it is open. Raises Refusal for an unknown name."""
         with self._changed:
             slot = self._slots.get(name)
-        if slot is None or slot.session is None:
-            if not self._files.has(name):
-                raise _unknown(name)
-            return self._entry(name, None)
-        session = slot.session
-        said = {"messages": list(session.messages), "token_ids": list(session.tokens)}
-        return {**self._entry(name, slot), **said}
+        entry = self._entry(name, slot)
+        if slot is not None and (session := slot.session) is not None:
+            return {**entry, "messages": list(session.messages), "token_ids": list(session.tokens)}
+        if not entry["saved"]:
+            raise _unknown(name)
+        return entry
 
     def save(self, name: str, to: str | None = None, *, replace: bool = False) -> int:
         """Write a session, under its own name or a new one; returns the file's bytes.
 
         ``replace``: under ``to`` may be an earlier state of this session. Raises Refusal for what else is there.
         """
-        with self._changed:
-            if (slot := self._slots.get(name)) is None:
-                raise _unknown(name)
-            used = {name: slot}
-            if to is not None:
-                used[to] = self._slots.setdefault(to, _Slot())  # nobody opens it meanwhile
-            for one in used.values():
-                one.users += 1
-        try:
-            with ExitStack() as locks:
-                for _, one in sorted(used.items()):
-                    locks.enter_context(one.lock)
-                return self._written(name, slot, to or name, used[to or name], replace=replace)
-        finally:
-            for at, one in used.items():
-                self._let_go(at, one)
+        to = to or name
+        with self._used(name, there=True) as slot, self._used(to) as target, ExitStack() as locks:
+            for _, one in sorted({name: slot, to: target}.items()):  # nobody opens the other one meanwhile
+                locks.enter_context(one.lock)
+            return self._written(name, slot, to, target, replace=replace)
 
     def fork(self, name: str, to: str) -> None:
         """Let the session ``to`` go on from where ``name`` stands."""
@@ -137,14 +126,10 @@ class Sessions:
             raise Refusal(why, status=409, param="to")
         source = self.acquire(name)
         try:
-            target = self._slot(to)
-            try:
-                with target.lock:
-                    if target.session is not None or self._files.mark(to) is not None:
-                        raise _exists(to)
-                    target.session = source.fork()
-            finally:
-                self._let_go(to, target)
+            with self._used(to, room=True) as target, target.lock:
+                if target.session is not None or self._files.mark(to) is not None:
+                    raise _exists(to)
+                target.session = source.fork()
         finally:
             self.release(name)
 
@@ -171,18 +156,11 @@ class Sessions:
             for slot in self._slots.values() if soon else ():
                 slot.due = slot.session is not None and slot.session.busy
             names = [name for name, slot in self._slots.items() if not (soon and slot.due)]
-        return [problem for name in names if (problem := self._saved_if_there(name))]
-
-    def _saved_if_there(self, name: str) -> str:
-        """Save a session if it is there and not saved, and keep it there meanwhile; returns what went wrong."""
-        with self._changed:
-            if (slot := self._slots.get(name)) is None:
-                return ""
-            slot.users += 1
-        try:
-            return self._saved(name, slot)
-        finally:
-            self._let_go(name, slot)
+        problems = []
+        for name in names:
+            with suppress(Refusal), self._used(name, there=True) as slot:  # else it was deleted meanwhile
+                problems.append(self._saved(name, slot))
+        return [problem for problem in problems if problem]
 
     def _saved(self, name: str, slot: _Slot) -> str:
         """Save a session if it is not saved; returns what went wrong."""
@@ -202,26 +180,21 @@ class Sessions:
         except EdgeDflashError as error:
             return f"{problem}; {error}"
 
-    def _slot(self, name: str) -> _Slot:
-        """The slot of a name, with one more user; another one is closed if there are too many."""
+    def _take(self, name: str, *, there: bool = False, room: bool = False) -> _Slot:
+        """The slot of a name, with one more user. Raises Refusal where it is to be there and is not.
+
+        ``room``: it is used now; another one is closed if there are too many.
+        """
         with self._changed:
-            if name not in self._slots and len(self._slots) >= self._limit:
+            if there and name not in self._slots:
+                raise _unknown(name)
+            if room and name not in self._slots and len(self._slots) >= self._limit:
                 self._evict()
             slot = self._slots.setdefault(name, _Slot())
-            self._slots.move_to_end(name)
+            if room:
+                self._slots.move_to_end(name)
             slot.users += 1
             return slot
-
-    def _held(self, name: str, slot: _Slot) -> PlannerSession | None:
-        """Hold a session. None: the request that held it has ended, or was cancelled, and is about to let it go."""
-        with slot.lock:
-            if slot.held:
-                if slot.session is None or slot.session.busy:
-                    raise _busy(name)
-                return None
-            session = self._opened(name, slot)
-            slot.held = True
-            return session
 
     def _let_go(self, name: str, slot: _Slot) -> None:
         """One user less; a slot that nobody uses and that came to nothing is dropped."""
@@ -234,6 +207,31 @@ class Sessions:
                 slot.session.close()
             del self._slots[name]
 
+    @contextmanager
+    def _used(self, name: str, *, there: bool = False, room: bool = False) -> Iterator[_Slot]:
+        """The slot of a name, with one more user in the block; see :meth:`_take`."""
+        slot = self._take(name, there=there, room=room)
+        try:
+            yield slot
+        finally:
+            self._let_go(name, slot)
+
+    def _held(self, name: str, slot: _Slot) -> PlannerSession | None:
+        """Hold a session. None: the request that held it has ended, or was cancelled, and is about to let it go."""
+        with slot.lock:
+            if slot.held:
+                if slot.session is None or slot.session.busy:
+                    raise _busy(name)
+                return None
+            if slot.session is None and self._files.has(name):
+                slot.file = self._files.mark(name)
+                slot.session = self._planner.load_session(self._files.path(name))
+                slot.saved = len(slot.session.tokens)
+            elif slot.session is None:
+                slot.session = self._planner.session()
+            slot.held = True
+            return slot.session
+
     def _evict(self) -> None:
         """Close the session that was used longest ago and is not in use. Nothing is lost: else it is refused."""
         unsaved: EdgeDflashError | None = None
@@ -241,19 +239,18 @@ class Sessions:
             if slot.users or slot.session is None or not slot.lock.acquire(blocking=False):
                 continue
             try:
+                if _unsaved(slot) and self._save == "never":
+                    continue
                 if _unsaved(slot):
-                    if self._save == "never":
-                        continue
-                    try:
-                        self._written(name, slot, name, slot)
-                    except EdgeDflashError as error:
-                        unsaved = unsaved or error
-                        continue
-                slot.session.close()
-                del self._slots[name]
-                return
+                    self._written(name, slot, name, slot)
+            except EdgeDflashError as error:
+                unsaved = unsaved or error
+                continue
             finally:
                 slot.lock.release()
+            slot.session.close()
+            del self._slots[name]
+            return
         if unsaved is not None:
             raise unsaved
         raise Refusal(
@@ -262,16 +259,6 @@ class Sessions:
             code="session_limit",
             retry_after=5,
         )
-
-    def _opened(self, name: str, slot: _Slot) -> PlannerSession:
-        if slot.session is None:
-            if self._files.has(name):
-                slot.file = self._files.mark(name)
-                slot.session = self._planner.load_session(self._files.path(name))
-                slot.saved = len(slot.session.tokens)
-            else:
-                slot.session = self._planner.session()
-        return slot.session
 
     def _written(self, name: str, slot: _Slot, to: str, target: _Slot, *, replace: bool = False) -> int:
         """Write a session to the file of ``to``, whose slot is ``target``; both are locked."""
@@ -309,10 +296,13 @@ class Sessions:
 
     def _entry(self, name: str, slot: _Slot | None) -> dict[str, Any]:
         session = slot.session if slot is not None else None
-        entry: dict[str, Any] = {"id": name, "object": "edge_dflash.session", "open": session is not None}
-        entry["tokens"] = len(session.tokens) if session is not None else None
-        entry["saved"] = self._files.has(name)
-        return entry
+        return {
+            "id": name,
+            "object": "edge_dflash.session",
+            "open": session is not None,
+            "tokens": len(session.tokens) if session is not None else None,
+            "saved": self._files.has(name),
+        }
 
 
 def _unsaved(slot: _Slot) -> bool:

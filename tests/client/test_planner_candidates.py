@@ -58,9 +58,9 @@ def test_one_that_is_cancelled_leaves_the_others_and_the_last_one_the_connection
         for stream in remote.streams(TASK, 2, **{**DRAWN, "max_new_tokens": 300}):
             stream.close()
         until = time.monotonic() + 60
-        while service.pulse.running and time.monotonic() < until:
+        while service.observer.jobs and time.monotonic() < until:
             time.sleep(0.01)
-        assert not service.pulse.running
+        assert service.observer.jobs == 0
         plan = remote.plan(TASK, n=2, deadline=0.0, **DRAWN)
         assert [one.finish_reason for one in (plan, *plan.alternatives)] == ["deadline"] * 2
     service.close()

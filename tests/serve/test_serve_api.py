@@ -320,7 +320,7 @@ def test_a_client_that_takes_nothing_is_left(tmp_path):
         until = time.monotonic() + 30
         while not value("edge_dflash_disconnects_total") and time.monotonic() < until:
             time.sleep(0.02)
-        assert not service.pulse.running
+        assert service.observer.jobs == 0
         assert not service.streams
     assert value("edge_dflash_requests_total", {"endpoint": "chat", "outcome": "disconnected"}) == 1
     assert value("edge_dflash_tokens_total", {"kind": "generated"}) > 3

@@ -12,7 +12,6 @@ import threading
 import time
 
 import httpx2
-import pytest
 from service_support import client_of, fake_service
 
 from edge_dflash.serve import service as service_module
@@ -28,28 +27,25 @@ def test_requests_are_answered_and_the_watchdog_goes_hungry(tmp_path, monkeypatc
     monkeypatch.setattr(service_module, "TICK", 0.02)
     backend = Failing(MemoryError("no memory"))
     service = fake_service(tmp_path, backend)
-    notifier, replies = Recorder(), []
-    service.notifier = notifier
+    service.notifier = notifier = Recorder()
+    replies, asking = [], []
     with client_of(service) as client:
-
-        def ask(path, body):
-            replies.append(client.post(path, json=body))
-
-        asking = [threading.Thread(target=ask, args=("/v1/completions", TOKENS))]
-        asking[0].start()
-        assert backend.inside.wait(SECONDS)
-        asking.append(threading.Thread(target=ask, args=(CHAT, OTHER)))
-        asking[1].start()
-        until = time.monotonic() + SECONDS
-        while service.planner.waiting < 1 and time.monotonic() < until:
-            time.sleep(0.005)
+        for path, body, reached in (
+            ("/v1/completions", TOKENS, backend.inside.is_set),
+            (CHAT, OTHER, lambda: service.planner.waiting),
+        ):
+            ask = threading.Thread(target=lambda path=path, body=body: replies.append(client.post(path, json=body)))
+            asking.append(ask)
+            ask.start()
+            until = time.monotonic() + SECONDS
+            while not reached() and time.monotonic() < until:
+                time.sleep(0.005)
         backend.go.set()
         for thread in asking:
             thread.join(SECONDS)
-            assert not thread.is_alive()
+        assert len(replies) == 2
         for reply in (*replies, client.post(CHAT, json=OTHER)):
-            assert reply.status_code == 503
-            assert reply.json()["error"]["code"] == "engine_failed"
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_failed")
             assert "MemoryError: no memory" in reply.json()["error"]["message"]
         failure = asyncio.run(asyncio.wait_for(service.watch(), SECONDS))
         assert isinstance(failure, MemoryError)
@@ -64,8 +60,6 @@ def test_requests_are_answered_and_the_watchdog_goes_hungry(tmp_path, monkeypatc
 
 PROGRAM = """
 import sys
-from fakes import FakeBackend
-from service_support import TEXT_SHAPE
 from tests.runner.test_engine import Failing
 from edge_dflash.cli import main
 from edge_dflash.planner import Planner
@@ -80,47 +74,31 @@ main(sys.argv[1:])
 """
 
 
-@pytest.fixture
-def process(tmp_path):
-    """A service on a Unix socket whose engine fails at a prompt of 7 tokens; its manager's socket."""
+def test_the_process_ends_so_that_systemd_starts_it_again(tmp_path):
     manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     manager.bind(str(tmp_path / "notify"))
     manager.settimeout(SECONDS)
     command = [sys.executable, "-c", PROGRAM, "serve", "fake", "--socket", str(tmp_path / "api.sock")]
+    command += ["--state-dir", str(tmp_path / "state")]
     environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    running = subprocess.Popen(
-        [*command, "--state-dir", str(tmp_path / "state")],
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, text=True,
-    )  # fmt: skip
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
+    transport = httpx2.HTTPTransport(uds=str(tmp_path / "api.sock"), verify=False)
     try:
         while manager.recv(4096) != b"READY=1":
             continue
-        yield running, manager
+        with httpx2.Client(transport=transport, base_url="http://edge-dflash", timeout=SECONDS) as client:
+            assert client.post("/v1/completions", json={"prompt": [3, 1], "max_tokens": 2}).status_code == 200
+            reply = client.post("/v1/completions", json=TOKENS)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_failed")
+        assert running.wait(SECONDS) == 10  # a failure: Restart=on-failure, and not among RestartPreventExitStatus
+        said = running.stderr.read().splitlines()
+        assert said[-1] == "error: the engine failed (MemoryError: no memory); start the service again"
+        assert any("the engine's worker failed; 1 requests fail with it" in line for line in said)
+        assert not (tmp_path / "api.sock").exists()
+        while manager.recv(4096) != b"STATUS=failed: MemoryError: no memory":
+            continue
     finally:
         if running.poll() is None:
             running.send_signal(signal.SIGKILL)
         running.communicate()
         manager.close()
-
-
-def test_the_process_ends_so_that_systemd_starts_it_again(process, tmp_path):
-    running, manager = process
-    transport = httpx2.HTTPTransport(uds=str(tmp_path / "api.sock"), verify=False)
-    with httpx2.Client(transport=transport, base_url="http://edge-dflash", timeout=SECONDS) as client:
-        assert client.post("/v1/completions", json={"prompt": [3, 1], "max_tokens": 2}).status_code == 200
-        reply = client.post("/v1/completions", json=TOKENS)
-    assert reply.status_code == 503
-    assert reply.json()["error"]["code"] == "engine_failed"
-    assert running.wait(SECONDS) == 10  # a failure: Restart=on-failure, and not among RestartPreventExitStatus
-    said = running.stderr.read().splitlines()
-    assert said[-1] == "error: the engine failed (MemoryError: no memory); start the service again"
-    assert any("the engine's worker failed; 1 requests fail with it" in line for line in said)
-    assert not (tmp_path / "api.sock").exists()
-    manager.setblocking(False)
-    messages = []
-    while True:
-        try:
-            messages.append(manager.recv(4096).decode())
-        except BlockingIOError:
-            break
-    assert messages[-1] == "STATUS=failed: MemoryError: no memory"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import threading
 import time
 
@@ -15,8 +16,8 @@ from service_support import TEXT_SHAPE, client_of, config_for, fake_service
 from edge_dflash.board.state import BoardState, EnergyMeter
 from edge_dflash.decode.loop import Step
 from edge_dflash.serve import service as service_module
-from edge_dflash.serve.metrics import Metrics, Pulse, Watcher
-from edge_dflash.serve.server import logged
+from edge_dflash.serve.metrics import Metrics, Watcher
+from edge_dflash.serve.server import listen_sockets, logged
 from edge_dflash.serve.service import Service, SystemdNotifier
 
 CHAT = "/v1/chat/completions"
@@ -36,30 +37,51 @@ class Recorder(SystemdNotifier):
         return self.said.count("WATCHDOG")
 
 
+@pytest.mark.parametrize("kind", ["", "@"], ids=["path", "abstract"])
+def test_states_arrive_as_systemd_reads_them(tmp_path, kind):
+    address = kind + str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.settimeout(30)
+        manager.bind(address.replace("@", "\0"))
+        notifier = SystemdNotifier(address)
+        for call, said, message in (
+            (notifier.status, "loading\nREADY=1  weights", "STATUS=loading READY=1 weights"),
+            (notifier.say, "READY=1", "READY=1"),
+        ):
+            call(said)
+            assert manager.recv(4096).decode() == message
+    for nobody in (address, str(tmp_path / "never"), None, "", "vsock:2:1", "relative"):  # nobody listens
+        SystemdNotifier(nobody).say("READY=1")
+
+
+def test_sockets_of_another_process_are_left_alone():
+    for environ in ({}, {"LISTEN_FDS": "1"}, {"LISTEN_FDS": "1", "LISTEN_PID": "8"}, {"LISTEN_FDS": "x"}):
+        assert listen_sockets(environ, pid=7) == ()
+
+
 def test_an_idle_engine_feeds_and_a_hung_one_does_not():
     now = [0.0]
-    progress = Pulse(lambda: now[0])
-    watcher = Watcher(progress, Metrics(BoardState), EnergyMeter(lambda: None))
-    assert progress.feeds(0)
-    assert progress.feeds(0)  # idle: every time
-    assert not progress.feeds(1)  # a request waits and nothing takes it
+    watcher = Watcher(Metrics(BoardState), EnergyMeter(lambda: None), lambda: now[0])
+    assert watcher.feeds(0)
+    assert watcher.feeds(0)  # idle: every time
+    assert not watcher.feeds(1)  # a request waits and nothing takes it
     watcher.started()
-    assert progress.feeds(0)
-    assert not progress.feeds(0)  # it runs and does not get on
+    assert watcher.feeds(0)
+    assert not watcher.feeds(0)  # it runs and does not get on
     now[0] = 7.0
-    assert progress.stalled_seconds(0) == 7.0
+    assert watcher.stalled_seconds(0) == 7.0
     watcher.step(STEP)
-    assert progress.feeds(3)
-    assert not progress.feeds(3)
+    assert watcher.feeds(3)
+    assert not watcher.feeds(3)
     watcher.ended()
-    assert progress.feeds(0)
-    assert progress.feeds(0)
+    assert watcher.feeds(0)
+    assert watcher.feeds(0)
     now[0] = 20.0
-    assert progress.stalled_seconds(0) == 0.0
-    assert progress.stalled_seconds(1) == 13.0
-    assert progress.feeds(0)
+    assert watcher.stalled_seconds(0) == 0.0
+    assert watcher.stalled_seconds(1) == 13.0
+    assert watcher.feeds(0)
     now[0] = 21.0
-    assert progress.stalled_seconds(1) == 1.0  # of work; before there was none
+    assert watcher.stalled_seconds(1) == 1.0  # of work; before there was none
 
 
 def test_work_on_a_session_that_hangs_does_not_feed(tmp_path):
@@ -67,12 +89,12 @@ def test_work_on_a_session_that_hangs_does_not_feed(tmp_path):
     thread = threading.Thread(target=lambda: service.planner._engine.call(lambda: begun.set() or go_on.wait(60)))
     thread.start()
     assert begun.wait(60)
-    assert service.pulse.running
-    service.pulse.feeds(0)
-    assert not service.pulse.feeds(0)
+    assert service.observer.jobs
+    service.observer.feeds(0)
+    assert not service.observer.feeds(0)
     go_on.set()
     thread.join()
-    assert service.pulse.feeds(0)
+    assert service.observer.feeds(0)
     service.close()
 
 
@@ -137,7 +159,7 @@ def draining(tmp_path, drain, **options):
     with client_of(service) as client:
         thread = threading.Thread(target=ask, args=(client, replies), kwargs={"max_tokens": 20, **options})
         thread.start()
-        while not service.pulse.running:
+        while service.observer.jobs == 0:
             time.sleep(0.005)
         stopping = threading.Thread(target=client.portal.call, args=(service.drain,))
         stopping.start()
@@ -164,14 +186,6 @@ def test_a_stop_cuts_what_takes_too_long_and_saves_its_session(tmp_path):
     assert [path.name for path in (tmp_path / "state" / "sessions").iterdir()] == ["hall.session"]
 
 
-def test_ready_is_said_once_the_doors_open(tmp_path):
-    service = fake_service(tmp_path)
-    notifier = service.notifier = Recorder()
-    service.open_doors()
-    assert notifier.said == ["READY", "serving fake"]
-    service.close()
-
-
 def test_a_reload_saves_sessions_also_the_one_whose_turn_runs(tmp_path):
     slow = Slow(FakeBackend(TEXT_SHAPE, right=lambda position: 0), 0.03)
     service = fake_service(tmp_path, slow)
@@ -182,7 +196,7 @@ def test_a_reload_saves_sessions_also_the_one_whose_turn_runs(tmp_path):
         options = {"max_tokens": 20, "edge_dflash": {"session": "kitchen"}}
         thread = threading.Thread(target=ask, args=(client, replies), kwargs=options)
         thread.start()
-        while not service.pulse.running:
+        while service.observer.jobs == 0:
             time.sleep(0.005)
         client.portal.call(service.reload)
         thread.join()
@@ -209,21 +223,14 @@ def test_a_reload_writes_nothing_where_nothing_may_be(tmp_path):
     service.close()
 
 
-def test_a_reload_while_it_loads_or_stops_says_nothing(tmp_path):
-    service = Service(config_for(tmp_path), Recorder())
-    asyncio.run(service.reload())
-    assert service.notifier.said == []
-
-
 def test_the_status_and_the_log_say_what_is_loaded(demo_bundle, tmp_path, caplog):
     service = Service(config_for(tmp_path, service={"bundle": str(demo_bundle)}), Recorder())
+    asyncio.run(service.reload())  # which says nothing while it loads
     with caplog.at_level("INFO", "edge_dflash.serve"), logged("opening it") as show:
         service.load(show)
+    service.open_doors()
     service.close()
-    assert service.notifier.said == [f"loading fake: {stage}" for stage in ("checking files", "loading", "self-test")]
-    assert [re.sub(r"[\d.]+ MB", "MB", line) for line in caplog.messages] == [
-        "opening it",
-        "checking files, MB",
-        "loading",
-        "self-test",
-    ]
+    said = [f"loading fake: {stage}" for stage in ("checking files", "loading", "self-test")]
+    assert service.notifier.said == [*said, "READY", "serving fake"]
+    logged_lines = ["opening it", "checking files, MB", "loading", "self-test"]
+    assert [re.sub(r"[\d.]+ MB", "MB", line) for line in caplog.messages] == logged_lines

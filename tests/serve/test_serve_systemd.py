@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -84,6 +85,8 @@ def test_the_life_of_a_service(systemd):
     with systemd.client() as early:  # the socket is there before the planner: clients wait or are told
         assert early.get("/ready").status_code in (200, 503)
     systemd.until("READY=1")
+    flags = re.search(r"flags:\s*(\d+)", Path(f"/proc/{systemd.process.pid}/fdinfo/3").read_text())[1]
+    assert int(flags, 8) & os.O_CLOEXEC  # no child has the socket
     assert any(message.startswith("STATUS=") for message in systemd.heard[:-1])  # what it does until then
     systemd.until("STATUS=serving")
     systemd.until("WATCHDOG=1")
