@@ -12,7 +12,6 @@ import typer
 
 from edge_dflash.cli.output import stages
 from edge_dflash.cli.usage import opt
-from edge_dflash.common.allocator import return_large_blocks
 from edge_dflash.errors import ServiceError
 
 Given = Annotated[
@@ -36,7 +35,7 @@ def serve(
     try:
         from edge_dflash.serve.config import ServeConfig, load_config
         from edge_dflash.serve.logs import log_to
-        from edge_dflash.serve.server import listen_sockets, logged, run
+        from edge_dflash.serve.server import listen_sockets, logged, return_large_blocks, run
         from edge_dflash.serve.service import SystemdNotifier
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):

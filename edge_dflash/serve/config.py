@@ -10,9 +10,9 @@ import ipaddress
 import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from edge_dflash.backends.selftest import Mode
 from edge_dflash.common.files import read_text
@@ -187,21 +187,20 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         """Check each value by its rule, wherever it is from; refuse what does not go together."""
-        for section, part in ((one.name, getattr(self, one.name)) for one in fields(self)):
-            for one in fields(part) if section != "engine" else ():  # whose settings check themselves
+        for section in ("service", "limits", "timeouts", "sessions", "defaults"):  # settings of engine check themselves
+            part = getattr(self, section)
+            for one in fields(part):
                 try:
                     one.metadata["rule"].read(getattr(part, one.name), f"{section}.{one.name}")
                 except FieldError as error:
                     raise ConfigError(str(error)) from None
         if not self.service.socket and not self.service.tcp:
             raise ConfigError('service.socket and service.tcp are both ""; give one of them')
-        if self.service.tcp:
-            host, _ = self.tcp_address
-            if not self.service.api_key_file and not is_loopback(host):
-                raise ConfigError(
-                    f"service.tcp is {self.service.tcp!r}, which others can reach, and there is no api_key_file; "
-                    "give one, or a loopback address such as 127.0.0.1:8080"
-                )
+        if self.service.tcp and not is_loopback(self.tcp_address[0]) and not self.service.api_key_file:
+            raise ConfigError(
+                f"service.tcp is {self.service.tcp!r}, which others can reach, and there is no api_key_file; "
+                "give one, or a loopback address such as 127.0.0.1:8080"
+            )
         _ = self.socket_mode
 
     @property
@@ -255,33 +254,23 @@ class TomlKey(NamedTuple):
 def keys_of(section: type[Any]) -> Iterator[TomlKey]:
     """The keys of a section: its fields, in the file's names and units."""
     for one in fields(section):
-        if section is not OpenSettings or one.name not in _OF_SERVICE:
-            yield _key(one)
+        if section is OpenSettings and one.name in _OF_SERVICE:
+            continue
+        rule, doc, toml = one.metadata["rule"], one.metadata["doc"], one.metadata["toml"]
+        unit, (none, meant) = toml.get("unit", 1), toml.get("none", (None, ""))
+
+        def take(value: Any, rule: Rule = rule, unit: int = unit, none: int | None = none) -> Any:
+            if type(value) is not int:
+                return rule.take(value)
+            return None if value == none else rule.take(value * unit)
+
+        default = none if one.default is None else one.default // unit if unit > 1 else one.default
+        wanted = as_json(rule).wanted + ("" if none is None else f", or {none}")
+        doc += "" if none is None else f" {none}: {meant}."
+        yield TomlKey(toml.get("key", one.name), one.name, Rule(take, wanted), default, doc)
 
 
-def _key(one: Field[Any]) -> TomlKey:
-    rule, toml = one.metadata["rule"], one.metadata["toml"]
-    unit, (none, meant) = toml.get("unit", 1), toml.get("none", (None, ""))
-
-    def take(value: Any) -> Any:
-        if type(value) is not int:
-            return rule.take(value)
-        return None if value == none else rule.take(value * unit)
-
-    default = none if one.default is None else one.default // unit if unit > 1 else one.default
-    wanted = as_json(rule).wanted + ("" if none is None else f", or {none}")
-    doc = one.metadata["doc"] + ("" if none is None else f" {none}: {meant}.")
-    return TomlKey(toml.get("key", one.name), one.name, Rule(take, wanted), default, doc)
-
-
-SECTIONS: Mapping[str, type[Any]] = {
-    "service": ServiceConfig,
-    "engine": OpenSettings,
-    "limits": LimitConfig,
-    "timeouts": TimeoutConfig,
-    "sessions": SessionConfig,
-    "defaults": DefaultConfig,
-}
+SECTIONS: Mapping[str, type[Any]] = {one.name: cast(type[Any], one.default_factory) for one in fields(ServeConfig)}
 
 
 def load_config(path: Path | str) -> ServeConfig:

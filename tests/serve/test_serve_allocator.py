@@ -3,7 +3,7 @@ import sys
 
 HELD = """
 import threading
-from edge_dflash.common.allocator import LARGE, return_large_blocks
+from edge_dflash.serve.server import LARGE, return_large_blocks
 
 def memory():
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmRSS"))

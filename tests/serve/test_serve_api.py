@@ -95,12 +95,6 @@ def test_a_prompt_spells_control_tokens_only_when_it_is_raw(client):
     assert (encoded[0], encoded[-1], len(encoded)) == (256, 257, 6)
 
 
-@pytest.mark.parametrize("role", ["user<|end|>", "user\n", "robot"])
-def test_roles_are_a_closed_set(client, role):
-    refused = client.post(CHAT, json={"messages": [{"role": role, "content": "x"}]})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].role")
-
-
 def test_seeds_decide_and_are_told(client):
     body = {"messages": HELLO, "max_tokens": 12, "temperature": 1.0}
     drawn = client.post(CHAT, json=body).json()
@@ -124,16 +118,8 @@ def test_a_schema_is_obeyed(client):
     schema = {"type": "object", "properties": {"go": {"enum": ["left", "right"]}}, "required": ["go"]}
     schema["additionalProperties"] = False
     form = {"type": "json_schema", "json_schema": {"name": "way", "schema": schema, "strict": True}}
-    for stream in (False, True):
-        body = {"messages": HELLO, "response_format": form, "stream": stream}
-        if stream:
-            with client.stream("POST", CHAT, json=body) as response:
-                text = "".join(c["choices"][0]["delta"].get("content", "") for c in events(response)[:-1])
-        else:
-            text = client.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
-        assert json.loads(text)["go"] in ("left", "right")
-    reply = client.post(CHAT, json={"messages": HELLO, "response_format": {"type": "text"}, "max_tokens": 3})
-    assert reply.status_code == 200
+    reply = client.post(CHAT, json={"messages": HELLO, "response_format": form}).json()
+    assert json.loads(reply["choices"][0]["message"]["content"])["go"] in ("left", "right")
 
 
 def test_a_deadline_that_has_passed_gives_nothing_and_says_so(client):
@@ -223,32 +209,22 @@ def test_models_health_ready_and_metrics(service, client):
     assert "_created" not in text
 
 
-def test_metrics_count_drafts_by_position(service, client):
-    reply = client.post(CHAT, json={"messages": HELLO, "max_tokens": 30}).json()
-    lengths = reply["edge_dflash"]["accept_lengths"]
-    drafts, accepted = reply["edge_dflash"]["drafts"], reply["edge_dflash"]["accepted_drafts"]
-    metrics = service.metrics
-    value = metrics.registry.get_sample_value
-    for position in range(1, TEXT_SHAPE.block_size):
-        labels = {"position": str(position)}
-        assert value("edge_dflash_drafted_tokens_total", labels) == sum(count >= position for count in drafts)
-        wanted = sum(count >= position for count in accepted) or None
-        assert value("edge_dflash_accepted_tokens_total", labels) == wanted
-    assert all(length <= count + 1 for length, count in zip(lengths, accepted, strict=True))
-    assert value("edge_dflash_cycle_drafts_sum") == sum(drafts) == len(lengths) * (TEXT_SHAPE.block_size - 1)
-    assert value("edge_dflash_accept_length_sum") == sum(lengths)
-    assert value("edge_dflash_inter_token_seconds_count") == sum(lengths)
-
-
-def test_the_accept_length_of_a_reply_and_of_the_metrics_is_the_mean_of_its_cycles(tmp_path):
+def test_metrics_count_drafts_by_position_and_accepted_tokens(tmp_path):
     asked = iter((0, 3, 1, 2))
     service = fake_service(tmp_path, FakeBackend(TEXT_SHAPE, right=lambda position: next(asked)))
     with client_of(service) as client:
         extra = client.post(CHAT, json={"messages": HELLO, "max_tokens": 11}).json()["edge_dflash"]
-        assert (extra["accept_lengths"], extra["accept_length"]) == ([1, 4, 2, 3], 2.5)
-        value = service.metrics.registry.get_sample_value
-        total, count = (value(f"edge_dflash_accept_length_{name}") for name in ("sum", "count"))
-        assert (total / count, count) == (2.5, 4)
+    assert (extra["accept_lengths"], extra["accept_length"]) == ([1, 4, 2, 3], 2.5)
+    value = service.metrics.registry.get_sample_value
+    for position in range(1, TEXT_SHAPE.block_size):
+        labels = {"position": str(position)}
+        for name, counts in (("drafted", extra["drafts"]), ("accepted", extra["accepted_drafts"])):
+            wanted = sum(count >= position for count in counts) or None
+            assert value(f"edge_dflash_{name}_tokens_total", labels) == wanted
+    assert value("edge_dflash_cycle_drafts_sum") == sum(extra["drafts"]) == 4 * (TEXT_SHAPE.block_size - 1)
+    assert (value("edge_dflash_accept_length_sum"), value("edge_dflash_accept_length_count")) == (10, 4)
+    assert value("edge_dflash_inter_token_seconds_count") == 10
+    service.close()
 
 
 def test_a_service_that_loads_or_stops_refuses(service, client):

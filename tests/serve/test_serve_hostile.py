@@ -56,74 +56,73 @@ def test_bodies_that_are_no_json_object(client, body):
 
 
 GRASP = {"type": "function", "function": {"name": "grasp"}}
+CALLS = [*HELLO, {"role": "assistant", "tool_calls": [{"id": "y", "function": {"name": "f", "arguments": "{}"}}]}]
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"messages": None}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": "hello"}, "messages"),
-        ({"messages": ["hello"]}, "messages[0]"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": "x", "extra": 1}]}, "messages[0].extra"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": True}, "max_tokens"),
-        ({"max_tokens": 1.5}, "max_tokens"),
-        ({"max_tokens": "9"}, "max_tokens"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
-        ({"temperature": 3}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"top_p": -0.1}, "top_p"),
-        ({"seed": 0.5}, "seed"),
-        ({"n": 9}, "n"),
-        ({"n": 2, "edge_dflash": {"session": "hall"}}, "n"),
-        ({"logprobs": 1}, "logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"min_p": False}, "min_p"),
-        ({"echo": 0}, "echo"),
-        ({"stop": ""}, "stop"),
-        ({"stop": [1]}, "stop"),
-        ({"stop": ["x"] * 17}, "stop"),
-        ({"stream": "yes"}, "stream"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
-         "response_format.json_schema.schema"),
-        ({"tools": [{}]}, "tools[0].function"),
-        ({"tools": [{"type": "function", "function": {"name": 1}}]}, "tools[0].function.name"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": "grasp", "tools": [GRASP]}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}, "tools": [GRASP]}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "name": "grasp"}, "tools": [GRASP]}, "tool_choice"),
-        ({"tool_choice": "auto", "parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"functions": []}, "functions"),
-        ({"unheard_of": 1}, "unheard_of"),
-        ({"edge_dflash": {"session": "../../etc/passwd"}}, "edge_dflash.session"),
-        ({"edge_dflash": {"session": "a/b"}}, "edge_dflash.session"),
-        ({"edge_dflash": {"session": ".hidden"}}, "edge_dflash.session"),
-        ({"edge_dflash": {"session": "a\u0000b"}}, "edge_dflash.session"),
-        ({"edge_dflash": {"session": "\u00e9"}}, "edge_dflash.session"),
-        ({"edge_dflash": {"session": "x" * 65}}, "edge_dflash.session"),
-        ({"edge_dflash": {"session": ""}}, "edge_dflash.session"),
-        ({"edge_dflash": {"deadline_s": -1}}, "edge_dflash.deadline_s"),
-        ({"edge_dflash": {"deadline": 1}}, "edge_dflash.deadline"),
-        ({"edge_dflash": []}, "edge_dflash"),
-        ({"edge_dflash": {"top_k": -1}}, "edge_dflash.top_k"),
-    ],
-    ids=str,
-)  # fmt: skip
+def said(**message):
+    return {"messages": [{"role": "user", "content": "x", **message}]}
+
+
+BAD = [  # a change of a good body, and the field that is named; the document of the API says so, too
+    *(({"messages": value}, "messages") for value in (None, [], "hello")),
+    ({"messages": ["hello"]}, "messages[0]"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+    *((said(role=role), "messages[0].role") for role in ("robot", "user<|end|>", "user\n")),
+    (said(extra=1), "messages[0].extra"),
+    (said(tool_call_id="y"), "messages[0].tool_call_id"),
+    (said(tool_calls=[1]), "messages[0].tool_calls"),
+    (said(role="assistant", refusal="no"), "messages[0].refusal"),
+    (said(role="assistant", tool_calls=[{"function": {"name": "f"}}]), "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": [*CALLS, {"role": "tool", "content": "x"}]}, "messages[2].tool_call_id"),
+    *((said(content=content), "messages[0].content") for content in (
+        5, ["x"], [{"type": "image_url"}], [{"type": "image_url", "image_url": {}}])),
+    *(({"max_tokens": value}, "max_tokens") for value in (0, -1, True, 1.5, "9")),
+    *(({"temperature": value}, "temperature") for value in (2.1, "1", "hot")),
+    ({"top_p": -0.1}, "top_p"),
+    *(({"seed": value}, "seed") for value in (0.5, -(2**63) - 1)),
+    *(({"n": value}, "n") for value in (0, 9, True, "2")),
+    ({"logprobs": 1}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    *(({name: value}, name) for name, value in (
+        ("presence_penalty", 0.5), ("logit_bias", {"5": 1}), ("min_p", False), ("min_p", 0.1), ("echo", 0),
+        ("guided_regex", "a"), ("stream", "yes"), ("reasoning_effort", "most"), ("functions", []), ("unheard_of", 1))),
+    *(({"stop": value}, "stop") for value in ("", [1], ["x"] * 17)),
+    ({"chat_template_kwargs": {"preserve": True}}, "chat_template_kwargs.preserve"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+     "response_format.json_schema.schema"),
+    ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
+    ({"tools": [{}]}, "tools[0].function"),
+    *(({"tools": [{"function": {"name": "f", **more}}]}, f"tools[0].function.{name}") for name, more in (
+        ("name", {"name": 1}), ("parameters", {"parameters": 0}), ("strict", {"strict": "yes"}),
+        ("returns", {"returns": {}}))),
+    ({"tools": [{"function": {"name": "f"}, "cache": 1}]}, "tools[0].cache"),
+    ({"tool_choice": {"type": "function", "name": "grasp"}, "tools": [GRASP]}, "tool_choice"),
+    ({"tool_choice": "grasp", "tools": [GRASP]}, "tool_choice"),
+    *(({"edge_dflash": {"session": name}}, "edge_dflash.session") for name in (
+        "../../etc/passwd", "a/b", ".hidden", "-a", "a\u0000b", "\u00e9", "x" * 65, "")),
+    ({"edge_dflash": {"deadline_s": -1}}, "edge_dflash.deadline_s"),
+    ({"edge_dflash": {"deadline": 1}}, "edge_dflash.deadline"),
+    ({"edge_dflash": []}, "edge_dflash"),
+    ({"edge_dflash": {"top_k": -1}}, "edge_dflash.top_k"),
+    ({"edge_dflash": {"priority": 101}}, "edge_dflash.priority"),
+]  # fmt: skip
+CONTRADICTIONS = [  # which a schema does not say
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+    ({"n": 2, "edge_dflash": {"session": "hall"}}, "n"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "fly"}}, "tools": [GRASP]}, "tool_choice"),
+    ({"tool_choice": "auto", "parallel_tool_calls": False}, "parallel_tool_calls"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), BAD + CONTRADICTIONS, ids=str)
 def test_bad_parameters_are_named(client, change, param):
     assert refused(client.post(CHAT, json={"messages": HELLO, "max_tokens": 2, **change}))["param"] == param
 
@@ -163,16 +162,9 @@ def test_odd_requests(client):
     refused(client.post(CHAT, content=b"{}", headers={**JSON, "content-encoding": "gzip"}), 415)
     assert refused(client.get(CHAT), 405)["message"] == f"the method of {CHAT} is GET; it takes POST"
     refused(client.post("/metrics"), 405)
-    assert (
-        "no endpoint answers GET /nothing; GET /openapi.json lists" in refused(client.get("/nothing"), 404)["message"]
-    )
+    lost = refused(client.get("/nothing"), 404)["message"]
+    assert lost == "no endpoint answers GET /nothing; GET /openapi.json lists them all"
     assert "this service has " in refused(client.get("/v1/models/gpt"), 404)["message"]
-    form = {"response_format": {"type": "json_object"}, "stop": "x"}
-    assert (
-        "leave stop or response_format out" in refused(client.post(CHAT, json={"messages": HELLO, **form}))["message"]
-    )
-    forced = refused(client.post(CHAT, json={"messages": HELLO, "tool_choice": "required"}))
-    assert forced["message"] == "tool_choice is 'required'; no tools are given: give tools, or auto"
     refused(client.get("/health/"), 404)
     refused(client.get("/v1/models/..%2f..%2fetc"), 404)
     assert refused(client.post(CHAT, json={"model": "gpt", "messages": HELLO}), 404)["code"] == "model_not_found"

@@ -14,6 +14,7 @@ from edge_dflash.decode.options import DECLARED
 from edge_dflash.serve import openapi
 from edge_dflash.serve.app import OPERATIONS, SCHEMAS, make_app
 from edge_dflash.serve.config import DefaultConfig, ServeConfig
+from tests.serve.test_serve_hostile import BAD, CALLS
 
 SERVE = Path(openapi.__file__).parent
 
@@ -24,7 +25,6 @@ def document(config, *, key):
 
 DOCUMENT = document(ServeConfig(), key=True)
 HELLO = [{"role": "user", "content": "hello"}]
-CALLED = [*HELLO, {"role": "assistant", "tool_calls": [{"id": "y", "function": {"name": "f", "arguments": "{}"}}]}]
 CHAT, COMPLETIONS, SESSIONS = "/v1/chat/completions", "/v1/completions", "/v1/edge_dflash/sessions"
 
 
@@ -85,75 +85,34 @@ def test_every_status_that_the_code_gives_is_in_it():
 
 
 @pytest.mark.parametrize(
-    ("change", "good"),
+    "change",
     [
-        ({}, True),
-        ({"temperature": None, "edge_dflash": None}, True),
-        ({"temperature": 2}, True),
-        ({"temperature": 2.1}, False),
-        ({"temperature": "1"}, False),
-        ({"n": 1.0}, True),
-        ({"n": True}, False),
-        ({"n": 2}, True),
-        ({"n": 9}, False),
-        ({"max_tokens": 3.0}, True),
-        ({"max_tokens": 0}, False),
-        ({"seed": -(2**63)}, True),
-        ({"seed": -(2**63) - 1}, False),
-        ({"stop": ["x"] * 16}, True),
-        ({"stop": ["x"] * 17}, False),
-        ({"stop": ""}, False),
-        ({"unheard_of": None}, True),
-        ({"unheard_of": 1}, False),
-        ({"tools": [{"function": {"name": "f"}}]}, True),
-        ({"tools": [{"function": {"name": "f", "parameters": 0}}]}, False),
-        ({"tools": [{"function": {}}]}, False),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, True),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, False),
-        ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, False),
-        ({"edge_dflash": {"session": "a.b"}}, True),
-        ({"edge_dflash": {"session": "-a"}}, False),
-        ({"edge_dflash": {"priority": 101}}, False),
-        ({"messages": []}, False),
-        ({"messages": [{"role": "user"}]}, False),
-        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]}, False),
-        ({"messages": [*CALLED, {"role": "tool", "content": "x", "tool_call_id": "y"}]}, True),
-        ({"messages": [*CALLED, {"role": "tool", "content": "x"}]}, False),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, False),
-        ({"messages": [{"role": "assistant", "content": "x", "refusal": "no"}]}, False),
-        ({"messages": [{"role": "assistant", "content": "x", "reasoning": "y", "annotations": []}]}, True),
-        ({"tools": [{"function": {"name": "f", "strict": "yes"}}]}, False),
-        ({"tools": [{"function": {"name": "f"}, "cache": 1}]}, False),
-        ({"tools": [{"function": {"name": "f", "returns": {}}}]}, False),
-        ({"reasoning_effort": "high"}, True),
-        ({"reasoning_effort": "most"}, False),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
-        ({"chat_template_kwargs": {"preserve": True}}, False),
-        ({"min_p": 0.0, "repetition_penalty": 1.0, "top_k": -1}, True),
-        ({"min_p": 0.1}, False),
-        ({"guided_regex": "a"}, False),
-        ({"messages": [{"role": "assistant", "content": None}]}, False),
-        ({"messages": [{"role": "robot", "content": "x"}]}, False),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, True),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, False),
+        {},
+        {"temperature": None, "edge_dflash": None},
+        *({"temperature": 2}, {"n": 1.0}, {"n": 2}, {"max_tokens": 3.0}, {"seed": -(2**63)}, {"stop": ["x"] * 16}),
+        {"tools": [{"function": {"name": "f"}}]},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        {"edge_dflash": {"session": "a.b"}},
+        {"messages": [*CALLS, {"role": "tool", "content": "x", "tool_call_id": "y"}]},
+        {"messages": [{"role": "assistant", "content": "x", "reasoning": "y", "annotations": []}]},
+        {"reasoning_effort": "high"},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+        {"min_p": 0.0, "repetition_penalty": 1.0, "top_k": -1},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
     ],
     ids=str,
 )
-def test_what_it_calls_good_is_taken_and_nothing_else(service, change, good):
+def test_what_it_calls_good_is_taken(service, change):
     body = {"messages": HELLO, "max_tokens": 2, **change}
-    if "unheard_of" not in change or good is False:  # a field that is null counts as absent, an unknown one too
-        assert (not body_faults(CHAT, body)) == good, body_faults(CHAT, body)
+    assert not body_faults(CHAT, body)
     with client_of(service) as client:
         response = client.post(CHAT, json=body)
-    refused = response.status_code == 400 and response.json()["error"]["param"] is not None
-    assert refused is not good, response.text
+    assert response.status_code == 200 or response.json()["error"]["param"] is None, response.text
 
 
-def test_more_answers_than_eight_are_refused_by_name(service):
-    with client_of(service) as client:
-        error = client.post(CHAT, json={"messages": HELLO, "n": 9}).json()["error"]
-    assert error["param"] == "n"
-    assert "n is 9; give a whole number from 1 to 8" in error["message"]
+@pytest.mark.parametrize("change", [change for change, _ in BAD], ids=str)
+def test_what_is_refused_by_name_it_calls_bad(change):
+    assert body_faults(CHAT, {"messages": HELLO, "max_tokens": 2, **change})
 
 
 @pytest.mark.parametrize(

@@ -93,13 +93,13 @@ def services(directory: Path):
         service.close()
 
 
-def thinking_service(directory: Path, answer: str) -> Service:
+def thinking_service(directory: Path, answer: str, **sections) -> Service:
     """A service whose model, asked to think about TOOL_TASK, answers this."""
     tokenizer = thinking_tokenizer(directory / "tokenizer")
     prompt = tokenizer.encode_chat(TOOL_TASK, enable_thinking=True)
     script = [*tokenizer.encode(answer), tokenizer.eos_token_id]
     backend = FakeBackend(replace(TEXT_SHAPE, vocab_size=262), script=script, script_at=len(prompt))
-    return fake_service(directory, backend, tokenizer)
+    return fake_service(directory, backend, tokenizer, **sections)
 
 
 class Process:
