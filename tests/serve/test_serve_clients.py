@@ -7,8 +7,7 @@ import copy
 import httpx2
 import openai
 import pytest
-from fakes import FakeBackend
-from service_support import TEXT_SHAPE, TOOL, TOOL_TASK, client_of, fake_service, live, thinking_service, tool_service
+from service_support import TOOL, TOOL_TASK, client_of, live, thinking_service, tool_service
 
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import MIN_TEMPERATURE, Sampling
