@@ -60,7 +60,7 @@ async def _admitted(service: Service, request: Request, read: Read, endpoint: st
     arrived = time.perf_counter()
     try:
         service.loaded()
-        return Running(service, await read_body(service, request, read), request, endpoint, arrived)
+        return Running(service, await read_body(service, request, read), request, endpoint, arrived).answer
     except Exception as error:
         return _refused(service, request, endpoint, error)
 
@@ -79,7 +79,7 @@ def _ended(service: Service, request: Request, endpoint: str, outcome: str) -> N
 
 
 class Running:
-    """A request that was admitted. Called once (ASGI), it runs, sends its answer and ends."""
+    """A request that was admitted. Made to be answered, once; what it holds is given back then."""
 
     def __init__(self, service: Service, call: Call, request: Request, endpoint: str, arrived: float) -> None:
         """``arrived``: time.perf_counter() of its arrival. Raises Refusal when it cannot be taken now."""
@@ -97,8 +97,8 @@ class Running:
         self._streams = apart(self._begin, call.distinct)
         service.streams.update(self._streams)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer (ASGI)."""
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run, send what came of it, and end (ASGI)."""
         watcher = asyncio.create_task(self._watch(receive))
         answer: ASGIApp | None = None
         try:

@@ -21,4 +21,4 @@ def test_a_chat_reaches_the_loop_in_few_calls(tmp_path):
     service.close()
     found = report(trace.chain)
     assert found["calls"] <= MOST
-    assert [name.rpartition(".")[2] for name, _ in trace.chain][:3] == ["answer", "chat", "_generate"]
+    assert [name.rpartition(".")[2] for name, _ in trace.chain][:3] == ["answer", "__aenter__", "_started"]
