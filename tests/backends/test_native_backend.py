@@ -285,7 +285,7 @@ def test_every_launch_of_joint_passes_is_accepted_on_every_kind_of_device(monkey
     assert sorted(backend.graphs) == [count for count in (1, 2, 4, 8) if count * rows <= loading.MOST_ROWS]
     for count, graphs in list(backend.graphs.items())[1:]:
         assert list(graphs.verify.graphs) == list(joint_steps(rows))
-        for most, graph in graphs.cycles.greedy.graphs.items():
+        for most, graph in graphs.greedy.graphs.items():
             (accept,) = [call for call in graph.calls if call[0] == "cycle_accept"]
             assert (accept.grid[0], accept[1][2]) == (count, most)
 
@@ -298,8 +298,8 @@ def test_lanes_run_the_graph_of_the_fewest_slots_and_rows_that_hold_them(joint, 
         for drafts in range(1, BLOCK):
             found, launched = together(backend, gpu, lanes, sampling=sampling, drafts=drafts)
             assert [(cycle.drafts, cycle.accepted) for cycle in found] == [(drafts, drafts)] * lanes
-            cycles = backend.graphs[slots].cycles
-            graphs = cycles.sampled if sampling.temperature else cycles.greedy
+            each = backend.graphs[slots]
+            graphs = each.sampled if sampling.temperature else each.greedy
             rows = next(step for step in steps if step > drafts)
             calls = graphs.of(drafts + 1).calls
             assert calls is graphs.graphs[rows].calls
@@ -494,7 +494,7 @@ def test_forced_patterns_are_those_of_joint_cycles_too(joint):
     force(backend, [2])
     for forced in (True, False):
         for slots in (1, 4):
-            calls = backend.graphs[slots].cycles.greedy.of(BLOCK).calls
+            calls = backend.graphs[slots].greedy.of(BLOCK).calls
             (accept,) = [call for call in calls if call[0] == "cycle_accept"]
             assert accept[1][7] == forced
         force(backend, None)

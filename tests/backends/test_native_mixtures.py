@@ -92,9 +92,9 @@ def test_what_the_kernels_do_not_take_is_refused_before_anything_is_loaded(monke
 def test_experts_are_forced_by_a_table_of_different_ones(monkeypatch):
     gpu = ControlGpu()
     backend = load(monkeypatch, gpu)
-    before = backend.graphs
+    before = backend.graphs[1].greedy
     force_experts(backend, np.array([[0, 1, 2], [9, 4, 3]], np.int32))
-    assert backend.graphs is not before
+    assert backend.graphs[1].greedy is not before
     for bad in ([[0, 1]], [[0, 1, 1]], [[0, 1, 10]], [[-1, 1, 2]]):
         with pytest.raises(BackendError, match=r"forced experts are not \[positions, 3\] different ones of 10"):
             force_experts(backend, np.array(bad, np.int32))

@@ -8,7 +8,7 @@ import pytest
 from cubin_support import cubin, kernel_use
 
 from edge_dflash.backends.cuda.compile import KERNELS
-from edge_dflash.backends.cuda.graphs import Capture
+from edge_dflash.backends.cuda.graphs import Graphs
 from edge_dflash.backends.cuda.kernels import sample
 from edge_dflash.backends.cuda.kernels.sample import Chooser
 from edge_dflash.backends.cuda.memory import Allocator, Control, DevicePointer, Matrix, aligned
@@ -172,10 +172,10 @@ def test_a_sampled_cycle_chooses_for_the_positions_of_its_rows():
         common=SimpleNamespace(buffers=buffers, kernels=kernels, layout=layout),
         passes={"propose": Calls(log, "propose"), "verify": SimpleNamespace(narrow=narrowed)},
     )  # fmt: skip
-    capture = Capture(Calls(log, "gpu"), loaded, SimpleNamespace(found="host words"), None, mask=63)
+    graphs = Graphs(Calls(log, "gpu"), loaded, SimpleNamespace(found="host words"), None, mask=63)
     for sampled, rows in ((False, 10), (True, 10), (False, 6), (True, 6)):
         log.clear()
-        capture.cycle(rows=None if rows == 10 else rows, sampled=sampled)
+        graphs.enqueue_cycle(rows, sampled=sampled)
         names = [name for name, _, _ in log]
         own = ["sampler.choose"] * sampled
         passes = ["frame.ids", "propose.enqueue", *own, "frame.ids", f"verify{rows}.enqueue", *own]

@@ -124,7 +124,7 @@ def test_convolutions_and_the_walk_are_our_kernels_in_the_cycles_graph(monkeypat
     shapes = {(context.key, shape[0]) for context in trt.contexts for shape in context.shapes.values()}
     assert {count for key, count in shapes if key.startswith("drafter-")} == {block}
     assert {count for key, count in shapes if key == HEAD} == {rows}
-    calls = called(backend.graphs[1].cycles.greedy.of(rows))
+    calls = called(backend.graphs[1].greedy.of(rows))
     kinds = {Convolve: ["conv_rows"], Draft: ["walk_rows"] * (block if kind == "gated" else 1)}
     wanted = [name for which in ("propose", "verify") for name in named(units_of(made).schedules[which].steps, kinds)]
     assert ("conv_rows" in wanted, "walk_rows" in wanted) == (kind == "dflash2", kind != "anchor")
@@ -147,7 +147,7 @@ MIXTURE = ("experts_route", "experts_choose", "experts_up_nvfp4", "experts_down_
 def test_mixtures_are_our_kernels_between_plans_in_the_cycles_graph(monkeypatch, tmp_path):
     check_engines(MIXED, formats_of(pair=MIXED), "sm121")
     backend, _, _ = load(monkeypatch, tmp_path, pair=MIXED)
-    calls, units = called(backend.graphs[1].cycles.greedy.of(MIXED.verify_rows)), units_of(MIXED)
+    calls, units = called(backend.graphs[1].greedy.of(MIXED.verify_rows)), units_of(MIXED)
     kinds = {Mix: MIXTURE}
     wanted = [name for which in ("propose", "verify") for name in named(units.schedules[which].steps, kinds)]
     found = [name.rsplit("_", 1)[0] if name.startswith(("experts_up", "experts_down")) else name for name in calls]
@@ -229,7 +229,7 @@ def test_every_context_runs_once_before_anything_is_captured(monkeypatch, tmp_pa
 @pytest.mark.parametrize("which", ["prefill", "verify", "propose"])
 def test_a_graph_holds_embedding_plans_and_state_kernels_in_the_order_of_the_schedule(loaded, which):
     backend, _, _ = loaded
-    graph = backend.alone.prefill if which == "prefill" else getattr(backend.graphs[1], which)
+    graph = backend.graphs[1].prefill if which == "prefill" else getattr(backend.graphs[1], which)
     kinds = {Gather: ["gather_rows"], State: lambda step: [KERNELS[type(step.op).__name__]], Last: ["last_row"]}
     wanted = list(named(UNITS.schedules[which].steps, kinds))
     assert [name for name in called(graph.of(1) if which == "verify" else graph) if name in {*wanted}] == wanted
@@ -237,15 +237,12 @@ def test_a_graph_holds_embedding_plans_and_state_kernels_in_the_order_of_the_sch
 
 def graphs_of(backend):
     """Every graph that is not of the host's walks."""
-    cycles, passes = backend.graphs[1].cycles, backend.graphs[1]
-    by_rows = (passes.verify, cycles.greedy, cycles.sampled, cycles.accept, cycles.choose)
-    every = [graph for each in by_rows for graph in each.graphs.values()]
-    return [backend.alone.prefill, backend.alone.flush, passes.propose, *every]
+    return backend.graphs[1].every()
 
 
 def test_a_cycle_is_one_graph_with_the_plans_of_both_passes(loaded):
     backend, _, _ = loaded
-    keys = [a.key for name, a in backend.graphs[1].cycles.greedy.of(2).calls if name == "plan"]
+    keys = [a.key for name, a in backend.graphs[1].greedy.of(2).calls if name == "plan"]
     assert keys == [run.key for which in ("propose", "verify") for run in runs_of(which)]
 
 

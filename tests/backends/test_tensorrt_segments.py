@@ -25,7 +25,7 @@ def backend(monkeypatch):
 
 @pytest.mark.parametrize("which", ["prefill", "verify", "propose"])
 def test_every_dense_op_is_launched_once(backend, which):
-    graph = backend.alone.prefill if which == "prefill" else getattr(backend.graphs[1], which)
+    graph = backend.graphs[1].prefill if which == "prefill" else getattr(backend.graphs[1], which)
     graph = graph.of(backend.shape.verify_rows) if which == "verify" else graph
     names = [name for name, _ in graph.calls]
     ops = programs_of("demo")[which].ops

@@ -246,8 +246,8 @@ def test_requests_of_random_mixes_have_the_bits_that_they_have_alone(name, monke
     assert max(by_slots) == LANES, "the linears take too few rows"
     for graphs in (graphs for slots, graphs in by_slots.items() if slots > 1):
         kinds = {
-            "greedy": graphs.cycles.greedy, "sampled": graphs.cycles.sampled, "verify": graphs.verify,
-            "accept": graphs.cycles.accept, "choose": graphs.cycles.choose,
+            "greedy": graphs.greedy, "sampled": graphs.sampled, "verify": graphs.verify,
+            "accept": graphs.accept, "choose": graphs.choose,
         }  # fmt: skip
         found = {kind: sum(launched[graph] for graph in by_rows.graphs.values()) for kind, by_rows in kinds.items()}
         assert min(found.values()) > 0, found

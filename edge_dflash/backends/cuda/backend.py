@@ -12,19 +12,19 @@ from functools import partial
 
 from edge_dflash.backends.cuda.cycle import DeviceCycle
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.graphs import Alone, Capture, Graphs, HostBuffers
+from edge_dflash.backends.cuda.graphs import Graphs, HostBuffers
 from edge_dflash.backends.cuda.kernels.sample import Chooser
 from edge_dflash.backends.cuda.kernels.small import SlotWords
 from edge_dflash.backends.cuda.loading import Dense, Launches, load
-from edge_dflash.backends.cuda.memory import ControlBlock
+from edge_dflash.backends.cuda.memory import EMPTY_SEQUENCE, ControlBlock
 from edge_dflash.backends.cuda.rows import HostWalk, NativeRows, WalkedRows
 from edge_dflash.backends.cuda.slots import Slots
 from edge_dflash.backends.cuda.states import Lane, Sizes, copy_states, read_states, write_states
 from edge_dflash.backends.cuda.tower import Eyes
-from edge_dflash.backends.cuda.warming import warm_up
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.backend import Asked, Cycle, Outcome, Precision, Snapshot, no_drafter
 from edge_dflash.decode.cycle import host_cycle, outcome_of
+from edge_dflash.decode.sampling import GREEDY
 from edge_dflash.decode.shape import PairShape, check_lane, lane_steps
 from edge_dflash.decode.tree import Parents, check_chain, check_commit
 from edge_dflash.errors import BackendError
@@ -36,7 +36,7 @@ from edge_dflash.pictures.pictured import Picture, Seen, Sight
 class NativeBackend:
     """A pair on a GPU. See :class:`edge_dflash.decode.backend.Backend`; :meth:`cycles` is its fast path.
 
-    ``graphs`` are by the slots of a pass; by the number ``passes``, rows notice that they were replaced.
+    By the number ``passes``, rows notice that they were replaced.
     """
 
     def __init__(
@@ -75,20 +75,35 @@ class NativeBackend:
             sampler, walker = self.loaded.common.kernels.sampler, self.loaded.common.kernels.walker
             self.chooser = Chooser(self.gpu, sampler, buffers.sampling, buffers.logits, sizes.of_pass("propose"))
             captured = self.gpu, self.loaded, self.host, self.chooser, spec.mask_token_id or 0
-            captures = [Capture(*captured, count) for count in widths]
-            self.graphs: Mapping[int, Graphs] = {each.slots: Graphs.of(each) for each in captures}
-            self.alone = Alone.of(captures[0])
+            self.graphs = {count: Graphs(*captured, count) for count in widths}  # by the slots of a pass
             self.slots = Slots(self.loaded.common.kernels.cycle, buffers.control, widths[-1])
             self._walk = HostWalk(self.gpu, walker, self.chooser, buffers, layout.first_draft) if walker else None
             self.passes = 0
             self._lanes = [Lane() for _ in range(self._shape.lanes)]
-            for lane in range(lanes):
-                self._eyes.shift(lane, 0, 0)
-            self.reset()
-            warm_up(self)
+            self._warm_up()
         except BaseException:
             self.close()
             raise
+
+    def _warm_up(self) -> None:
+        """Launch every graph once, from empty lanes, so that no first cycle pays for loading code; then empty them."""
+        self.host.ids[:] = 0
+        for lane in range(self._shape.lanes):
+            self.reset(lane)
+        for count, graphs in self.graphs.items():
+            self.host.count(*[(1, 0.0)] * count)
+            for slot in range(count):
+                self.chooser.write(GREEDY, 0, [None], slot=slot)
+            for graph in graphs.every():
+                self.slots.forget(range(count))
+                self.slots.put([SlotWords(lane, EMPTY_SEQUENCE, rows=1) for lane in range(count)])
+                graph.launch()
+            for chooser in (self.chooser, *((self._walk,) if self._walk else ())):
+                chooser.choose(GREEDY, 0, [None], 0, count - 1)
+        self.slots.forget(range(max(self.graphs)))
+        for lane in range(self._shape.lanes):
+            self.reset(lane)
+        self.gpu.synchronize()
 
     @property
     def shape(self) -> PairShape:
@@ -133,7 +148,7 @@ class NativeBackend:
             if sight is not None:
                 self._eyes.fill(self.host.ids[: len(part)], first, sight)
             self._put(lane, rows=len(part))
-            self.alone.prefill.launch()
+            self.graphs[1].prefill.launch()
             self._left(lane, ControlBlock(at.wanted.length + len(part), 0, at.wanted.anchor))
         return NativeRows(self, 1, 0, self.host.choices)
 
@@ -226,7 +241,7 @@ class NativeBackend:
         at = self._begin(lane)
         if at.wanted.pending:
             self._put(lane)
-            self.alone.flush.launch()
+            self.graphs[1].flush.launch()
             self._left(lane, ControlBlock(at.wanted.length, 0, at.wanted.anchor))
         self.gpu.synchronize()
 

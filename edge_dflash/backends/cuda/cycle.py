@@ -100,10 +100,10 @@ class DeviceCycle:
             asked = turn.asked
             counts[turn.slot] = (1 + min(most if asked.drafts is None else asked.drafts, most), asked.threshold)
             samplings[turn.slot] = asked.sampling
-        by_rows = self._graphs.cycles.greedy
+        by_rows = self._graphs.greedy
         if any(turn.asked.sampling.temperature > 0.0 or turn.asked.logits for turn in self._turns):
             self._chooser.prepare(*samplings)
-            by_rows = self._graphs.cycles.sampled
+            by_rows = self._graphs.sampled
         self._host.count(*counts)
         return by_rows, max(rows for rows, _ in counts)
 
@@ -168,9 +168,8 @@ class DeviceCycle:
 
     def _accept(self, rows: int, free: bool) -> list[Result]:
         """Accept and commit on the device; what each slot found."""
-        cycles = self._graphs.cycles
         self._forget()
-        (cycles.accept if free else cycles.choose).of(rows).launch()
+        (self._graphs.accept if free else self._graphs.choose).of(rows).launch()
         return self._host.read(rows, self._graphs.slots)
 
     def _forget(self) -> None:

@@ -1,14 +1,14 @@
-"""The CUDA graphs of a loaded pair.
+"""The CUDA graphs of a loaded pair, and what each enqueues. Captured at load, never again.
 
 One graph of each kind, for every position and lane; where a verify is in it, one for each of a few numbers of rows; and
-all for each of a few numbers of slots. Captured at load, never again.
+all for each of a few numbers of slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -73,18 +73,13 @@ class ByRows:
         return self.graphs[self.most(rows)]
 
 
-@dataclass(frozen=True)
-class Cycles:
-    """How a cycle ends on the device: accepted, committed, and its result read back."""
+class Graphs:
+    """The graphs of passes over so many slots; rows are those of a slot.
 
-    greedy: ByRows  # a whole cycle: propose, verify, accept the rows that count and commit, without logits
-    sampled: ByRows  # the same with sampled choices
-    accept: ByRows  # behind ``verify``: its choices decide
-    choose: ByRows  # behind ``verify``: choices of its logits by the chooser's settings and masks decide
-
-
-class Capture:
-    """What each graph of passes over so many slots enqueues; rows are those of a slot."""
+    A whole cycle proposes, verifies, accepts the rows that count and commits, all without logits (``greedy``) or by the
+    settings on the device (``sampled``). After a ``verify`` its own choices decide (``accept``), or choices of its
+    logits by the chooser's settings and masks (``choose``).
+    """
 
     def __init__(
         self, gpu: Gpu, loaded: Loaded, host: HostBuffers, chooser: Chooser, mask: int, slots: int = 1
@@ -100,133 +95,106 @@ class Capture:
             self._propose = self._propose.narrow(self._block, slots)
         narrowed = [verify.narrow(rows, slots) for rows in (row_steps if slots == 1 else joint_steps)(self._rows)]
         self._verifies = {each.rows // slots: each for each in narrowed}
+        self.capture()
 
-    def record(self, enqueue: Callable[[], None]) -> Graph:
-        """The graph of what ``enqueue`` enqueues."""
-        return self._gpu.capture(enqueue)
-
-    def by_rows(self, enqueue: Callable[[int], None], rows: Iterable[int] | None = None) -> ByRows:
-        """The graphs of what ``enqueue`` enqueues for each number of rows of a verify, or of ``rows``."""
-        return ByRows({n: self.record(partial(enqueue, n)) for n in (self._verifies if rows is None else rows)})
-
-    def cycles(self, pattern: DevicePointer = NULL) -> Cycles:
-        """Capture how cycles end; ``pattern`` as in ``CycleKernels.accept``."""
+    def capture(self, pattern: DevicePointer = NULL) -> None:
+        """Record every graph, again where something changed; ``pattern`` as in ``CycleKernels.accept``."""
+        self.forced = pattern != NULL  # whether cycles follow a pattern, not the choices
         drafting = [rows for rows in self._verifies if rows > 1]
-        ends = [self._rows] if self.slots == 1 else None  # rows of one slot lie where those of more do
-        return Cycles(
-            greedy=self.by_rows(lambda n: self.cycle(pattern, rows=n), drafting),
-            sampled=self.by_rows(lambda n: self.cycle(pattern, rows=n, sampled=True), drafting),
-            accept=self.by_rows(lambda n: self.end(pattern, rows=n, choose=False), ends),
-            choose=self.by_rows(lambda n: self.end(pattern, rows=n, choose=True), ends),
-        )
+        ends = [self._rows] if self.slots == 1 else list(self._verifies)  # rows of one slot lie where those of more do
+        self.propose = self._gpu.capture(self._enqueue_propose)  # anchors in the control blocks -> drafts, logits
+        self.verify = self._by_rows(self._enqueue_verify, self._verifies)  # ids on the host -> choices, logits
+        self.greedy = self._by_rows(partial(self.enqueue_cycle, pattern=pattern), drafting)
+        self.sampled = self._by_rows(partial(self.enqueue_cycle, pattern=pattern, sampled=True), drafting)
+        self.accept = self._by_rows(partial(self._enqueue_end, pattern, choose=False), ends)
+        self.choose = self._by_rows(partial(self._enqueue_end, pattern, choose=True), ends)
+        if self.slots == 1:
+            self.prefill = self._gpu.capture(self._enqueue_prefill)  # ids on the host -> choice of the last row, logits
+            self.flush = self._gpu.capture(self._enqueue_flush)  # pending rows into the recurrent states
 
-    def propose(self) -> None:
+    def every(self) -> list[Graph]:
+        """All of them."""
+        by_rows = (self.verify, self.greedy, self.sampled, self.accept, self.choose)
+        alone = [self.prefill, self.flush] if self.slots == 1 else []
+        return [self.propose, *(graph for each in by_rows for graph in each.graphs.values()), *alone]
+
+    def _by_rows(self, enqueue: Callable[[int], None], rows: Iterable[int]) -> ByRows:
+        return ByRows({n: self._gpu.capture(partial(enqueue, n)) for n in rows})
+
+    def _enqueue_propose(self) -> None:
         """One drafter pass over [anchor, mask, ...]."""
-        self._kernels.cycle.ids(
-            self._buffers.control, self._buffers.ids, self._block, mask=self._mask, slots=self.slots
-        )
+        self._ids(self._block)
         self._propose.enqueue(logits=True)
         self._gpu.read_into(self._buffers.drafts, self._host.drafts)
 
-    def verify(self, rows: int) -> None:
+    def _enqueue_verify(self, rows: int) -> None:
         """One target pass over ``rows`` of the host's ids."""
         self._gpu.write_from(self._buffers.ids, self._host.ids[: self.slots * rows])
         self._verifies[rows].enqueue(logits=True)
         self._kernels.small.replayed(self._buffers.control, self.slots)
         self._gpu.read_into(self._buffers.choices, self._host.choices)
 
-    def cycle(
+    def enqueue_cycle(
         self,
-        pattern: DevicePointer = NULL,
-        around: Callable[[PassStep | None], None] = lambda step: None,
+        rows: int,
         *,
-        rows: int | None = None,
+        pattern: DevicePointer = NULL,
         sampled: bool = False,
+        around: Callable[[PassStep | None], None] = lambda step: None,
     ) -> None:
-        """Propose, verify ``rows`` rows (None: all), accept, commit; ``around`` is told each step before it, then None.
+        """Propose, verify ``rows`` rows, accept, commit; ``around`` is told each step before it, then None.
 
         Choices are the largest logits, or ``sampled``; a walk's are its own. The drafts are for the positions from
         length + 1 on, row r of the target chooses for position length + r + 1.
         """
-        buffers, frame, clock, slots = self._buffers, self._kernels.cycle, self._buffers.clock, self.slots
-        drafts, block = buffers.drafts.behind(4 * self._first), self._block
-        rows = rows or self._rows
-        frame.ids(self._buffers.control, buffers.ids, block, mask=self._mask, clock=clock.at(0, 8), slots=slots)
+        buffers, clock, block = self._buffers, self._buffers.clock, self._block
+        drafts = buffers.drafts.behind(4 * self._first)
+        self._ids(block, clock=clock.at(0, 8))
         self._propose.enqueue(logits=sampled, sampled=sampled, around=around)
         if sampled and self._walker is None:
             self._sample(buffers.drafts, block, offset=1 - self._first, first=self._first)
-        frame.ids(
-            self._buffers.control, buffers.ids, rows, drafts=drafts, clock=clock.at(8, 8), slots=slots, apart=block
-        )
+        self._ids(rows, drafts=drafts, clock=clock.at(8, 8), apart=block)
         self._verifies[rows].enqueue(logits=sampled, around=around)
         if sampled:
             self._sample(buffers.choices, rows, offset=1, first=0)
         around(None)
         judged = self._walker is not None and self._walker.judges
-        counted = buffers.counted.behind(8 if judged else 0)
-        what = (drafts, buffers.choices, rows, self._buffers.control, self._host.found, clock, pattern, counted)
-        frame.accept(*what, slots=slots, apart=block, valid_apart=COUNTED_WORDS)
+        valid = buffers.counted.behind(8 if judged else 0)
+        self._accept(drafts, rows, pattern, valid, apart=block, valid_apart=COUNTED_WORDS)
 
-    def end(self, pattern: DevicePointer = NULL, *, rows: int, choose: bool) -> None:
+    def _enqueue_end(self, pattern: DevicePointer, rows: int, *, choose: bool) -> None:
         """Accept and commit what was verified: as many rows of the host's ids as the chooser's settings say."""
         buffers, slots = self._buffers, self.slots
         self._chooser.enqueue(buffers.choices if choose else None, span=Span(rows, slots) if slots > 1 else None)
         drafts = buffers.ids.at(4, 4 * (slots * rows - 1))
-        what = (drafts, buffers.choices, rows, self._buffers.control, self._host.found, buffers.clock, pattern)
-        accept, each = self._kernels.cycle.accept, SETTINGS.itemsize // 4
-        accept(*what, self._chooser.stop, slots=slots, apart=rows, valid_apart=each)
+        each = SETTINGS.itemsize // 4
+        self._accept(drafts, rows, pattern, self._chooser.stop, apart=rows, valid_apart=each)
 
-    def _sample(self, ids: DevicePointer, rows: int, *, offset: int, first: int) -> None:
-        block = Block(self._words.length, offset, first, rows)
-        self._kernels.sampler.choose(self._buffers.sampling, self._buffers.logits, ids, block, Span(rows, self.slots))
-
-    def prefill(self) -> None:
+    def _enqueue_prefill(self) -> None:
         """One chunk."""
         self._gpu.write_from(self._buffers.ids, self._host.ids)
         self._passes["prefill"].enqueue(logits=True)
         self._kernels.small.commit_prefill(self._buffers.control)
         self._gpu.read_into(self._buffers.choices, self._host.choices)
 
-    def flush(self) -> None:
+    def _enqueue_flush(self) -> None:
         """Replay pending rows."""
         for name, kernels in self._kernels.delta.items():
             kernels.flush(self._common.states.delta[name], self._buffers.delta, self._words)
         self._kernels.small.replayed(self._buffers.control)
 
+    def _ids(self, rows: int, **given: Any) -> None:
+        """Anchor and drafts, or masks, of each slot to where a pass takes its ids from."""
+        where = self._buffers.control, self._buffers.ids
+        self._kernels.cycle.ids(*where, rows, mask=0 if "drafts" in given else self._mask, slots=self.slots, **given)
 
-@dataclass(frozen=True)
-class Graphs:
-    """The graphs of a number of slots."""
+    def _sample(self, ids: DevicePointer, rows: int, *, offset: int, first: int) -> None:
+        block = Block(self._words.length, offset, first, rows)
+        self._kernels.sampler.choose(self._buffers.sampling, self._buffers.logits, ids, block, Span(rows, self.slots))
 
-    capture: Capture
-    propose: Graph  # anchors in the control blocks -> drafts, logits
-    verify: ByRows  # ids on the host -> choices, logits
-    cycles: Cycles
-    forced: bool = False  # whether ``cycles`` follow a pattern, not the choices
-
-    @classmethod
-    def of(cls, capture: Capture) -> Graphs:
-        """Capture all of them."""
-        return cls(capture, capture.record(capture.propose), capture.by_rows(capture.verify), capture.cycles())
-
-    def following(self, pattern: DevicePointer) -> Graphs:
-        """The same with cycles captured anew, for a ``pattern`` or NULL."""
-        return replace(self, cycles=self.capture.cycles(pattern), forced=pattern != NULL)
-
-    @property
-    def slots(self) -> int:
-        """Lanes that one pass takes."""
-        return self.capture.slots
-
-
-@dataclass(frozen=True)
-class Alone:
-    """The graphs that run on one slot alone."""
-
-    prefill: Graph  # ids on the host, ROWS of them -> choice of the last row, logits
-    flush: Graph  # pending rows into the recurrent states
-
-    @classmethod
-    def of(cls, capture: Capture) -> Alone:
-        """Capture both."""
-        return cls(capture.record(capture.prefill), capture.record(capture.flush))
+    def _accept(
+        self, drafts: DevicePointer, rows: int, pattern: DevicePointer, valid: DevicePointer, **apart: int
+    ) -> None:
+        buffers = self._buffers
+        what = (drafts, buffers.choices, rows, buffers.control, self._host.found, buffers.clock, pattern, valid)
+        self._kernels.cycle.accept(*what, slots=self.slots, **apart)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.cuda.graphs import Alone, Graphs
 from edge_dflash.backends.cuda.memory import NULL
 from edge_dflash.backends.cuda.steps import Head, Mix, Multiply, PassStep, Project, State
 from edge_dflash.errors import BackendError
@@ -31,7 +30,8 @@ def force(backend: NativeBackend, accept: Sequence[int] | None) -> None:
         raise BackendError(f"accept pattern {list(accept)} is not made of 0 to {most} drafts")
     backend.gpu.enter()
     pattern = NULL if accept is None else backend.gpu.upload(np.array(accept, np.int32))
-    backend.graphs = {slots: each.following(pattern) for slots, each in backend.graphs.items()}
+    for each in backend.graphs.values():
+        each.capture(pattern)
 
 
 def force_experts(backend: NativeBackend, table: npt.NDArray[np.int32] | None) -> None:
@@ -43,8 +43,8 @@ def force_experts(backend: NativeBackend, table: npt.NDArray[np.int32] | None) -
         raise BackendError("the pair has no experts on this backend; none can be forced")
     backend.gpu.enter()
     mixtures.force(table)
-    backend.graphs = {n: Graphs.of(each.capture) for n, each in backend.graphs.items()}
-    backend.alone = Alone.of(backend.graphs[1].capture)
+    for each in backend.graphs.values():
+        each.capture()
 
 
 def experts_read(backend: NativeBackend) -> int:
@@ -68,7 +68,7 @@ def profile(backend: NativeBackend, anchor: int = 0) -> list[StepTime]:
 
     Captures a graph and runs REPEATS cycles from ``anchor``, of which it leaves an empty sequence.
     """
-    gpu, loaded, capture, rows = backend.gpu, backend.loaded, backend.graphs[1].capture, backend.shape.verify_rows
+    gpu, loaded, graphs, rows = backend.gpu, backend.loaded, backend.graphs[1], backend.shape.verify_rows
     backend.begin_at(anchor, 0, REPEATS * rows)
     backend.host.count((rows, 0.0))
     steps: list[PassStep] = []
@@ -80,7 +80,7 @@ def profile(backend: NativeBackend, anchor: int = 0) -> list[StepTime]:
         if step is not None:
             steps.append(step)
 
-    graph = gpu.capture(lambda: capture.cycle(around=around))
+    graph = gpu.capture(lambda: graphs.enqueue_cycle(rows, around=around))
     readings, mixtures = [], loaded.mixtures
     before = mixtures.read if mixtures else 0
     for _ in range(REPEATS):
