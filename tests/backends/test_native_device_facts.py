@@ -9,13 +9,13 @@ import pytest
 from native_support import formats_of, write_native_bundle
 
 from edge_dflash import backends
-from edge_dflash.backends.cuda import backend, support
+from edge_dflash.backends.cuda import backend, driver, support
 from edge_dflash.backends.cuda.compile import kernels_digest
 from edge_dflash.backends.cuda.support import DeviceFacts, device_facts, shares_memory
 from edge_dflash.bundle.reader import Bundle
 
 
-def driver(*, integrated, major=11, minor=0, version=13020):
+def answers(*, integrated, major=11, minor=0, version=13020):
     """As much of cuda.bindings.driver as is asked."""
     attributes = {"MAJOR": major, "MINOR": minor, "INTEGRATED": integrated}
     names = {
@@ -37,7 +37,7 @@ def driver(*, integrated, major=11, minor=0, version=13020):
 @pytest.fixture
 def board(monkeypatch):
     def install(**facts):
-        monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver(**facts)))
+        monkeypatch.setattr(driver, "cu", answers(**facts))
 
     return install
 
@@ -50,7 +50,8 @@ def test_facts(board):
     assert device_facts() == DeviceFacts("NVIDIA Thor", 90, (12, 6), False)
 
 
-def test_a_machine_without_a_driver_shares_nothing(monkeypatch):
+def test_a_machine_without_bindings_shares_nothing(monkeypatch):
+    monkeypatch.delitem(sys.modules, driver.__name__)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     assert shares_memory() is False
 

@@ -8,7 +8,7 @@ import pytest
 from native_support import NATIVE_PAIR, FakeGpu, formats_of, write_native_bundle
 
 from edge_dflash import backends
-from edge_dflash.backends.cuda import backend, support
+from edge_dflash.backends.cuda import backend, driver, support
 from edge_dflash.backends.cuda.compile import ARCHS, kernels_digest
 from edge_dflash.backends.selftest import promises_bits
 from edge_dflash.bundle.reader import Bundle
@@ -60,13 +60,13 @@ def test_a_machine_without_driver_or_bindings_is_told(bundle, path, monkeypatch,
     def no_library(flags):
         raise RuntimeError("libcuda.so.1 not found")
 
-    driver = SimpleNamespace(cuInit=no_library)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    monkeypatch.setattr(driver, "cu", SimpleNamespace(cuInit=no_library))
     for command in (("generate", path, "--ids", "1"), ("verify", path)):
         code, line = refused(*command)
         assert code == 7
         assert "was built for sm110a: no NVIDIA driver was found (RuntimeError); install the driver" in line
         assert "to run it on a CPU, build it with --backend reference --arch cpu" in line
+    monkeypatch.delitem(sys.modules, driver.__name__)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(BackendError, match=r"needs cuda.bindings; install it with: pip install 'edge-dflash\[cuda\]'"):
         Planner.open(path)
@@ -81,8 +81,7 @@ def test_what_builds_and_inspects_needs_no_bindings():
 
 def test_a_driver_that_does_not_start_is_told(monkeypatch):
     status = SimpleNamespace(name="CUDA_ERROR_NO_DEVICE")
-    driver = SimpleNamespace(cuInit=lambda flags: (status,), CUresult=SimpleNamespace(CUDA_SUCCESS=0))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    monkeypatch.setattr(driver, "cu", SimpleNamespace(cuInit=lambda flags: (status,), CUresult=driver.cu.CUresult))
     with pytest.raises(BackendError, match="no usable device \\(CUDA_ERROR_NO_DEVICE\\)"):
         support.device_sm()
 

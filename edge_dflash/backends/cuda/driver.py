@@ -48,29 +48,18 @@ class Graph:
 
 
 class Gpu:
-    """One device with its primary context, one stream and all memory that was allocated through it."""
+    """The first device with its primary context, one stream and all memory that was allocated through it."""
 
-    def __init__(self, ordinal: int = 0) -> None:
-        try:
-            _check(cu.cuInit(0), "initialising CUDA")
-        except BackendError:
-            raise
-        except Exception as error:  # the bindings' own types, for a missing driver library
-            raise BackendError(f"no NVIDIA driver was found ({type(error).__name__}); install the driver") from None
-        count = _check(cu.cuDeviceGetCount(), "counting devices")
-        if ordinal >= count:
-            raise BackendError(f"CUDA device {ordinal} was asked for, this machine has {count}")
-        self._device = _check(cu.cuDeviceGet(ordinal), "opening the device")
+    def __init__(self) -> None:
+        self._device = open_device()
         self._context = _check(cu.cuDevicePrimaryCtxRetain(self._device), "creating a context")
         _check(cu.cuCtxSetCurrent(self._context), "entering the context")
         flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
         self.stream = _check(cu.cuStreamCreate(flags), "creating a stream")
         self._memory, self._host, self._closed = list[Any](), list[Any](), False
         self.allocated_bytes = self.allocations = 0  # of all calls: a test sees that none happens after load
-        major, minor = (self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
-        self.sm = major * 10 + minor  # 90 for Hopper
-        self.sm_count = self._attribute("MULTIPROCESSOR_COUNT")
-        self.name = str(_check(cu.cuDeviceGetName(128, self._device), "reading the name").split(b"\0")[0].decode())
+        self.name, self.sm, self._integrated = describe(self._device)
+        self.sm_count = _attribute(self._device, "MULTIPROCESSOR_COUNT")
 
     def enter(self) -> None:
         """Make the device current in this thread, which may not have opened it. Raises BackendError after a close."""
@@ -222,7 +211,7 @@ class Gpu:
     def free_bytes(self) -> tuple[int, int]:
         """Free and total device memory; of a Jetson, whose driver counts the page cache as used, MemAvailable."""
         free, total = (int(x) for x in _check(cu.cuMemGetInfo(), "reading free memory"))
-        if self._attribute("INTEGRATED"):
+        if self._integrated:
             memory = read_memory(Path("/"))
             free = max(free, memory.available if memory else 0)
         return free, total
@@ -241,10 +230,6 @@ class Gpu:
         cu.cuStreamDestroy(self.stream)
         cu.cuDevicePrimaryCtxRelease(self._device)
 
-    def _attribute(self, name: str) -> int:
-        attribute = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(_check(cu.cuDeviceGetAttribute(attribute, self._device), f"reading {name}"))
-
 
 class Module:
     """A loaded cubin."""
@@ -259,6 +244,35 @@ class Module:
             attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(cu.cuFuncSetAttribute(function, attribute, shared_bytes), f"giving {name} {shared_bytes} bytes")
         return Kernel(function, name)
+
+
+def open_device() -> Any:
+    """The first device, without a context. Raises BackendError without driver or device."""
+    try:
+        status, *_ = cu.cuInit(0)
+    except Exception as error:  # the bindings' own types, for a missing driver library
+        raise BackendError(f"no NVIDIA driver was found ({type(error).__name__}); install the driver") from None
+    if status != cu.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"the NVIDIA driver found no usable device ({status.name}); check nvidia-smi")
+    return _check(cu.cuDeviceGet(0), "opening the device")
+
+
+def describe(device: Any) -> tuple[str, int, bool]:
+    """Name, SM (90 for Hopper), and whether it shares main memory with the CPU."""
+    name = str(_check(cu.cuDeviceGetName(128, device), "reading the name").split(b"\0")[0].decode())
+    major, minor = (_attribute(device, f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+    return name, 10 * major + minor, bool(_attribute(device, "INTEGRATED"))
+
+
+def newest_cuda() -> tuple[int, int]:
+    """The newest CUDA that the driver serves."""
+    version = int(_check(cu.cuDriverGetVersion(), "reading the driver's version"))  # 13020 for 13.2
+    return version // 1000, version % 1000 // 10
+
+
+def _attribute(device: Any, name: str) -> int:
+    attribute = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(_check(cu.cuDeviceGetAttribute(attribute, device), f"reading {name}"))
 
 
 def as_argument(value: Argument) -> tuple[Any, Any]:
