@@ -19,7 +19,7 @@ from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.graphs import joint_steps
 from edge_dflash.backends.cuda.kernels.small import SlotWords
 from edge_dflash.backends.cuda.measured import REPEATS, force, profile
-from edge_dflash.backends.cuda.memory import ControlBlock, DevicePointer
+from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.backends.cuda.slots import Slots
 from edge_dflash.decode.backend import Asked, Backend, Cycle, Precision
 from edge_dflash.decode.sampling import Sampling
@@ -219,7 +219,7 @@ class Bookkeeping(RuleBasedStateMachine):
         for lane in range(self.lanes):
             assert self.backend.length(lane) == self.length[lane]
             before = len(self.gpu.launches)
-            self.backend._put(lane)
+            self.backend.slots.put([self.backend.lane(lane).words])
             assert len(self.gpu.launches) - before <= 1
             words = self.gpu.words
             assert (words["lane"], words["length"]) == (lane, self.length[lane])
@@ -341,7 +341,7 @@ def test_a_lane_stays_in_its_slot():
     kernels = type("Kernels", (), {"set": lambda self, control, slots: told.append(dict(slots))})()
     slots = Slots(kernels, DevicePointer(1 << 20, 256), 4)
     assert slots.arrange([2, 0, 3], 4) == [2, 0, 3, -1]
-    words = [SlotWords(lane, ControlBlock(10 * lane)) for lane in (2, 0, 3)]
+    words = [SlotWords(lane, 10 * lane) for lane in (2, 0, 3)]
     slots.put(words)
     assert slots.arrange([3, 1, 2], 4) == [2, 1, 3, -1]
     assert slots.arrange([3, 1], 2) == [3, 1]

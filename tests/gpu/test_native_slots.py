@@ -13,7 +13,7 @@ from edge_dflash.backends.cuda.kernels import sample, small, walk
 from edge_dflash.backends.cuda.kernels.sample import Block, Chooser, Sampler, SamplingBuffers, Span
 from edge_dflash.backends.cuda.kernels.small import COUNTED_WORDS, RESULT_WORDS, CycleKernels, Result, SlotWords, Small
 from edge_dflash.backends.cuda.kernels.walk import DeviceWalk, WalkBuffers, WalkShape, WalkWeights
-from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, Control, ControlBlock, Matrix
+from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, Control, Matrix
 from edge_dflash.backends.cuda.slots import IDLE
 from edge_dflash.decode.sampling import Sampling, choose_row, pack
 from edge_dflash.weights.formats import bf16_to_f32
@@ -158,7 +158,7 @@ def test_slots_are_set_drafted_for_accepted_and_committed_apart():
     made, gpu, block = device(), device().gpu, 6
     cycle = CycleKernels(gpu, made.module(small.CYCLE_UNIT))
     gpu.fill(made.control, 0xAB)
-    words = [SlotWords(2, ControlBlock(10, 3, 70)), IDLE, SlotWords(0, ControlBlock(20, 0, 71), 9)]
+    words = [SlotWords(2, 10, 3, 70), IDLE, SlotWords(0, 20, 0, 71, 9)]
     cycle.set(made.control, {0: words[0], 2: words[2], 1: words[1]})
     each = CONTROL_BYTES // 4
     found = gpu.read(made.control, (8, each), np.int32)

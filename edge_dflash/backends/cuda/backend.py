@@ -16,10 +16,9 @@ from edge_dflash.backends.cuda.graphs import Graphs, HostBuffers
 from edge_dflash.backends.cuda.kernels.sample import Chooser
 from edge_dflash.backends.cuda.kernels.small import SlotWords
 from edge_dflash.backends.cuda.loading import Dense, Launches, load
-from edge_dflash.backends.cuda.memory import EMPTY_SEQUENCE, ControlBlock
 from edge_dflash.backends.cuda.rows import HostWalk, NativeRows, WalkedRows
-from edge_dflash.backends.cuda.slots import Slots
-from edge_dflash.backends.cuda.states import Lane, Sizes, copy_states, read_states, write_states
+from edge_dflash.backends.cuda.slots import Lane, Slots
+from edge_dflash.backends.cuda.states import Sizes, copy_states, read_states, write_states
 from edge_dflash.backends.cuda.tower import Eyes
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.backend import Asked, Cycle, Outcome, Precision, Snapshot, no_drafter
@@ -79,7 +78,7 @@ class NativeBackend:
             self.slots = Slots(self.loaded.common.kernels.cycle, buffers.control, widths[-1])
             self._walk = HostWalk(self.gpu, walker, self.chooser, buffers, layout.first_draft) if walker else None
             self.passes = 0
-            self._lanes = [Lane() for _ in range(self._shape.lanes)]
+            self._lanes = [Lane(SlotWords(lane)) for lane in range(lanes)]
             self._warm_up()
         except BaseException:
             self.close()
@@ -96,11 +95,12 @@ class NativeBackend:
                 self.chooser.write(GREEDY, 0, [None], slot=slot)
             for graph in graphs.every():
                 self.slots.forget(range(count))
-                self.slots.put([SlotWords(lane, EMPTY_SEQUENCE, rows=1) for lane in range(count)])
+                self.slots.put([SlotWords(lane, rows=1) for lane in range(count)])
                 graph.launch()
             for chooser in (self.chooser, *((self._walk,) if self._walk else ())):
                 chooser.choose(GREEDY, 0, [None], 0, count - 1)
-        self.slots.forget(range(max(self.graphs)))
+        self.slots.forget(range(count := max(self.graphs)))
+        self.host.count(*[(self._shape.verify_rows, 0.0)] * count)
         for lane in range(self._shape.lanes):
             self.reset(lane)
         self.gpu.synchronize()
@@ -117,14 +117,14 @@ class NativeBackend:
 
     def length(self, lane: int = 0) -> int:
         """Number of committed rows."""
-        return self.lane(lane).wanted.length
+        return self.lane(lane).words.length
 
     def reset(self, lane: int = 0) -> None:
         """Forget the sequence."""
         check_lane(self._shape, lane)
         self.gpu.enter()
         self.loaded.common.states.zero(self.gpu.fill, lane)
-        self._become(lane, Lane())
+        self._become(SlotWords(lane))
 
     def see(self, picture: Picture) -> Seen:
         """Run the tower; the rows come to the host."""
@@ -147,9 +147,9 @@ class NativeBackend:
             self.host.ids[: len(part)] = part
             if sight is not None:
                 self._eyes.fill(self.host.ids[: len(part)], first, sight)
-            self._put(lane, rows=len(part))
+            self.slots.put([at.words._replace(rows=len(part))])
             self.graphs[1].prefill.launch()
-            self._left(lane, ControlBlock(at.wanted.length + len(part), 0, at.wanted.anchor))
+            self._left(at, at.words.length + len(part))
         return NativeRows(self, 1, 0, self.host.choices)
 
     def propose(self, anchor: int, lane: int = 0) -> NativeRows:
@@ -178,9 +178,9 @@ class NativeBackend:
         self.gpu.synchronize()
         self.host.ids[: len(ids)] = ids
         self.host.ids[len(ids) : self.graphs[1].verify.most(len(ids))] = ids[-1]
-        self._put(lane)
+        self.slots.put([at.words])
         self.graphs[1].verify.of(len(ids)).launch()
-        self._left(lane, ControlBlock(at.wanted.length, 0, at.wanted.anchor))  # pending rows were replayed
+        self._left(at, at.words.length)
         at.verified = len(ids)
         return NativeRows(self, len(ids), 0, self.host.choices)
 
@@ -198,26 +198,20 @@ class NativeBackend:
         for one in asked:
             self.check_ids([one.anchor])
             self._check_room(one.lane, self._shape.verify_rows if one.drafting else 1)
-        widest, tolerant = max(self.graphs), [one.steering is not None and one.steering.tolerant for one in asked]
-        joint = [i for i, alone in enumerate(tolerant) if not alone]
+        widest, found = max(self.graphs), dict[int, Outcome]()  # by lane
+        joint = [one for one in asked if not _tolerant(one)]
         parts = [joint[first : first + widest] for first in range(0, len(joint), widest)]
-        parts += [[i] for i, alone in enumerate(tolerant) if alone]
-        found: dict[int, Outcome] = {}
-        for number, part in enumerate(parts, 1):
-            some = (
-                self._tolerant(asked[part[0]])
-                if tolerant[part[0]]
-                else DeviceCycle(self, [asked[i] for i in part]).run()
-            )
-            found |= zip(part, some if number == len(parts) else [_kept(one) for one in some], strict=True)
-        return [found[i] for i in range(len(asked))]
+        for part in (*parts, *([one] for one in asked if _tolerant(one))):
+            found = {lane: _kept(outcome) for lane, outcome in found.items()}
+            outcomes = [self._host_cycle(part[0])] if _tolerant(part[0]) else DeviceCycle(self, part).run()
+            found |= zip((one.lane for one in part), outcomes, strict=True)
+        return [found[one.lane] for one in asked]
 
-    def _tolerant(self, asked: Asked) -> list[Outcome]:
-        """A cycle whose drafts may stand beside other choices."""
+    def _host_cycle(self, asked: Asked) -> Outcome:
         outcome = outcome_of(partial(host_cycle, self, asked))
         if isinstance(outcome, BaseException):
             self.lane(asked.lane).verified = None  # nothing of it can be committed
-        return [outcome]
+        return outcome
 
     def copy(self, source: int, target: int) -> None:
         """Copies on the device; see Backend."""
@@ -225,24 +219,23 @@ class NativeBackend:
         self.flush(source)
         if source != target:
             self._begin(target)
-            length = self.length(source)
+            at, length = self._lanes[source], self.length(source)
             copy_states(self.gpu, self.loaded.common.states, source, target, length)
-            self._become(target, Lane(ControlBlock(length), delta=self._lanes[source].delta))
+            self._become(SlotWords(target, length), at.delta)
 
     def commit(self, rows: int, lane: int = 0, path: Sequence[int] | None = None) -> None:
         """Make the first ``rows`` rows of the last verify or cycle real."""
         at = self.lane(lane)
         check_commit(rows, at.verified, path)
-        at.wanted = ControlBlock(at.wanted.length + rows, rows, at.wanted.anchor)
-        at.verified = None
+        at.words, at.verified = at.words._replace(length=at.words.length + rows, pending=rows), None
 
     def flush(self, lane: int = 0) -> None:
         """Replay pending rows into the recurrent state."""
         at = self._begin(lane)
-        if at.wanted.pending:
-            self._put(lane)
+        if at.words.pending:
+            self.slots.put([at.words])
             self.graphs[1].flush.launch()
-            self._left(lane, ControlBlock(at.wanted.length, 0, at.wanted.anchor))
+            self._left(at, at.words.length)
         self.gpu.synchronize()
 
     def snapshot(self, lane: int = 0) -> Snapshot:
@@ -259,7 +252,7 @@ class NativeBackend:
             raise BackendError(f"the snapshot holds {snapshot.length} tokens, the context only {most}")
         self._begin(lane)
         write_states(self.gpu, self.loaded.common.states, lane, snapshot)
-        self._become(lane, Lane(ControlBlock(snapshot.length), delta=snapshot.delta))
+        self._become(SlotWords(lane, snapshot.length), snapshot.delta)
 
     def close(self) -> None:
         """Free the device. Closing twice does no harm."""
@@ -285,14 +278,13 @@ class NativeBackend:
         at.verified = None
         return at
 
-    def begin_at(self, anchor: int, lane: int, rows: int) -> Lane:
+    def begin_at(self, anchor: int, lane: int, rows: int) -> None:
         """A new pass that drafts from ``anchor``, with room for ``rows``."""
         self.check_ids([anchor])
         self._check_room(lane, rows)
         at = self._begin(lane)
-        at.wanted = ControlBlock(at.wanted.length, at.wanted.pending, anchor)
-        self._put(lane)
-        return at
+        at.words = at.words._replace(anchor=anchor)
+        self.slots.put([at.words])
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise BackendError for an id that no row of the embedding belongs to."""
@@ -306,20 +298,21 @@ class NativeBackend:
         if length + rows > most:
             raise BackendError(f"rows {length}..{length + rows - 1} do not fit the context of {most} tokens")
 
-    def _put(self, lane: int, rows: int = 0) -> None:
-        """Let the next pass of one slot work on a lane; ``rows``: of a prefill."""
-        self.slots.put([SlotWords(lane, self._lanes[lane].wanted, rows)])
-
-    def _become(self, lane: int, at: Lane) -> None:
+    def _become(self, words: SlotWords, delta: int = 0) -> None:
         """What the host has of a lane, whose state was replaced."""
-        self._lanes[lane] = at
-        self.slots.drop(lane)
-        self._eyes.shift(lane, at.wanted.length, at.delta)
+        self._lanes[words.lane] = Lane(words, delta=delta)
+        self.slots.drop(words.lane)
+        self._eyes.shift(words.lane, words.length, delta)
 
-    def _left(self, lane: int, words: ControlBlock) -> None:
-        """What the pass that was just launched leaves of a lane."""
-        self._lanes[lane].wanted = words
-        self.slots.left(0, lane, words)
+    def _left(self, at: Lane, length: int) -> None:
+        """What the pass of slot 0 that was just launched leaves of a lane: pending rows were replayed."""
+        at.words = at.words._replace(length=length, pending=0)
+        self.slots.left(0, at.words)
+
+
+def _tolerant(asked: Asked) -> bool:
+    """Whether drafts may stand beside other choices."""
+    return asked.steering is not None and asked.steering.tolerant
 
 
 def _kept(outcome: Outcome) -> Outcome:

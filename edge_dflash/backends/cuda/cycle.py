@@ -13,11 +13,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from edge_dflash.backends.cuda.graphs import ByRows
-from edge_dflash.backends.cuda.kernels.small import Result, SlotWords
-from edge_dflash.backends.cuda.memory import ControlBlock
+from edge_dflash.backends.cuda.kernels.small import Result
 from edge_dflash.backends.cuda.rows import NativeRows
-from edge_dflash.backends.cuda.slots import IDLE
-from edge_dflash.backends.cuda.states import Lane
+from edge_dflash.backends.cuda.slots import IDLE, Lane
 from edge_dflash.decode.backend import Asked, Cycle, Outcome
 from edge_dflash.decode.controls import Interrupted
 from edge_dflash.decode.cycle import drafted
@@ -46,10 +44,9 @@ class DeviceCycle:
     def __init__(self, backend: NativeBackend, asked: Sequence[Asked]) -> None:
         self._backend, self._host, self._chooser = backend, backend.host, backend.chooser
         self._graphs = backend.graphs[min(slots for slots in backend.graphs if slots >= len(asked))]
-        lanes = [one.lane for one in asked]
-        self._slots = backend.slots.arrange(lanes, self._graphs.slots)  # lane of each; below 0: idle
+        self._lanes = backend.slots.arrange([one.lane for one in asked], self._graphs.slots)  # below 0: an idle slot
         self._turns = [
-            _Turn(one, at := backend.lane(one.lane), self._slots.index(one.lane), at.wanted.length + 1) for one in asked
+            _Turn(one, at := backend.lane(one.lane), self._lanes.index(one.lane), at.words.length + 1) for one in asked
         ]
         self._drafting = backend.shape.drafts > 0 and any(one.drafting for one in asked)
 
@@ -58,35 +55,31 @@ class DeviceCycle:
         self._open()
         if self._drafting and all(turn.asked.steering is None for turn in self._turns):
             whole, rows = self._whole()
-            self._forget()
-            whole.of(rows).launch()
-            return self._read(whole.most(rows))
-        began = time.perf_counter()
+            results, rows = self._end(whole, rows), whole.most(rows)
+            return [self._found(turn, results[turn.slot], results[turn.slot].counted, rows) for turn in self._turns]
+        began = proposed = time.perf_counter()
         if self._drafting:
             self._propose()
-        proposed = time.perf_counter()
+            proposed = time.perf_counter()
         if any(turn.error is None for turn in self._turns):
             rows = self._verify()
             free = self._choose()  # while it runs
         if all(turn.error is not None for turn in self._turns):
             return [turn.error for turn in self._turns if turn.error is not None]
-        results = self._accept(rows, free)
-        verify_seconds, found = time.perf_counter() - proposed, list[Outcome]()
-        for turn in self._turns:
-            spent = proposed - began if turn.asked.drafting and self._drafting else 0.0
-            timed = replace(results[turn.slot], propose_seconds=spent, verify_seconds=verify_seconds)
-            found.append(turn.error or self._found(turn, timed, len(turn.drafts), rows))
-        return found
+        results = self._end(self._graphs.accept if free else self._graphs.choose, rows)
+        ended = time.perf_counter()
+        timed = [replace(r, propose_seconds=proposed - began, verify_seconds=ended - proposed) for r in results]
+        return [turn.error or self._found(turn, timed[turn.slot], len(turn.drafts), rows) for turn in self._turns]
 
     def _open(self) -> None:
         """A new pass of these lanes: what lay open there is dropped."""
         self._backend.gpu.enter()
         self._backend.passes += 1
-        words = [IDLE] * len(self._slots)
+        words = [IDLE] * len(self._lanes)
         for turn in self._turns:
             at = turn.at
-            at.verified, at.wanted = None, ControlBlock(at.wanted.length, at.wanted.pending, turn.asked.anchor)
-            words[turn.slot] = SlotWords(turn.asked.lane, at.wanted)
+            at.verified, at.words = None, at.words._replace(anchor=turn.asked.anchor)
+            words[turn.slot] = at.words
         self._backend.slots.put(words)
 
     def _whole(self) -> tuple[ByRows, int]:
@@ -106,16 +99,6 @@ class DeviceCycle:
             by_rows = self._graphs.sampled
         self._host.count(*counts)
         return by_rows, max(rows for rows, _ in counts)
-
-    def _read(self, rows: int) -> list[Outcome]:
-        """What a whole cycle of ``rows`` rows a slot found."""
-        results, found = self._host.read(rows, self._graphs.slots), list[Outcome]()
-        for turn in self._turns:
-            result = results[turn.slot]
-            if not turn.asked.drafting:
-                result = replace(result, propose_seconds=0.0)
-            found.append(self._found(turn, result, result.counted, rows))
-        return found
 
     def _propose(self) -> None:
         """The drafter's pass, and each lane's drafts."""
@@ -141,9 +124,9 @@ class DeviceCycle:
             backend.check_ids(own)
             ids[turn.slot] = own + own[-1:] * (rows - len(own))
         verify.of(rows).launch()
-        for turn in self._turns:  # pending rows were replayed
-            turn.at.wanted = ControlBlock(turn.at.wanted.length, 0, turn.at.wanted.anchor)
-            backend.slots.left(turn.slot, turn.asked.lane, turn.at.wanted)
+        for turn in self._turns:
+            turn.at.words = turn.at.words._replace(pending=0)  # they were replayed
+            backend.slots.left(turn.slot, turn.at.words)
         return rows
 
     def _choose(self) -> bool:
@@ -152,8 +135,8 @@ class DeviceCycle:
         Of idle slots, and of lanes that were ended, nothing counts.
         """
         free = True
-        for slot in range(len(self._slots)):
-            if self._slots[slot] < 0:
+        for slot, lane in enumerate(self._lanes):
+            if lane < 0:
                 self._chooser.write(GREEDY, 0, [], slot=slot)
         for turn in self._turns:
             masks: Sequence[Packed | None] = [None] * (len(turn.drafts) + 1)
@@ -166,27 +149,24 @@ class DeviceCycle:
             free &= turn.asked.sampling.temperature == 0.0 and all(mask is None for mask in masks)
         return free
 
-    def _accept(self, rows: int, free: bool) -> list[Result]:
-        """Accept and commit on the device; what each slot found."""
-        self._forget()
-        (self._graphs.accept if free else self._graphs.choose).of(rows).launch()
-        return self._host.read(rows, self._graphs.slots)
-
-    def _forget(self) -> None:
-        """Nothing is known of the slots' control blocks, until it is known what the device committed."""
+    def _end(self, graphs: ByRows, rows: int) -> list[Result]:
+        """Launch what accepts and commits; what each slot found. Until that is read nothing is known of the slots."""
         self._backend.slots.forget(turn.slot for turn in self._turns)
+        graphs.of(rows).launch()
+        return self._host.read(graphs.most(rows), self._graphs.slots)
 
     def _found(self, turn: _Turn, result: Result, drafts: int, rows: int) -> Cycle:
         """Note what the device has committed of a lane; it is real when the backend's ``commit`` has said so."""
-        tokens, lane = result.choices[: result.accepted + 1], turn.at
+        tokens, at, asked = result.choices[: result.accepted + 1], turn.at, turn.asked
         if self._graphs.forced and turn.drafts:  # a grammar goes on behind the drafts that stand
             tokens = (*turn.drafts[: result.accepted], tokens[-1])
-        lane.wanted = ControlBlock(lane.wanted.length, 0, lane.wanted.anchor)
-        left = ControlBlock(lane.wanted.length + len(tokens), len(tokens), tokens[-1])
-        self._backend.slots.left(turn.slot, turn.asked.lane, left)
-        lane.verified = len(tokens)
-        found = Cycle(tokens, result.accepted, drafts, result.propose_seconds, result.verify_seconds)
-        if not turn.asked.logits:
+        count, at.words = len(tokens), at.words._replace(pending=0)
+        left = at.words._replace(length=at.words.length + count, pending=count, anchor=tokens[-1])
+        self._backend.slots.left(turn.slot, left)
+        at.verified = count
+        propose_seconds = result.propose_seconds if asked.drafting else 0.0
+        found = Cycle(tokens, result.accepted, drafts, propose_seconds, result.verify_seconds)
+        if not asked.logits:
             return found
-        own = NativeRows(self._backend, len(tokens), 0, self._host.choices, turn.slot, rows)
+        own = NativeRows(self._backend, count, 0, self._host.choices, turn.slot, rows)
         return replace(found, logits=own.logits, logprobs=partial(own.logprobs, tokens))

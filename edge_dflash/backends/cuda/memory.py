@@ -92,18 +92,6 @@ CONTROL_BYTES = 32  # of a slot; slots lie close
 
 
 @dataclass(frozen=True)
-class ControlBlock:
-    """What the control block says, or has to say."""
-
-    length: int = 0
-    pending: int = 0
-    anchor: int = 0
-
-
-EMPTY_SEQUENCE = ControlBlock()
-
-
-@dataclass(frozen=True)
 class Words:
     """Control words of a pass in device memory.
 

@@ -1,13 +1,23 @@
-"""Which lane each slot of a pass works on, as the host has it and as the device was told."""
+"""The lanes as the host has them, and which lane each slot of a pass works on, as the device was told."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from edge_dflash.backends.cuda.kernels.small import CycleKernels, SlotWords
-from edge_dflash.backends.cuda.memory import EMPTY_SEQUENCE, ControlBlock, DevicePointer
+from edge_dflash.backends.cuda.memory import DevicePointer
 
-IDLE = SlotWords(-1, EMPTY_SEQUENCE)
+IDLE = SlotWords(-1)
+
+
+@dataclass
+class Lane:
+    """The host's side of one sequence."""
+
+    words: SlotWords  # what the next pass has to find
+    verified: int | None = None  # rows of the last verify, until they are committed
+    delta: int = 0  # position minus index of the tokens behind the committed ones
 
 
 class Slots:
@@ -36,9 +46,9 @@ class Slots:
             for slot, words in changed.items():
                 self._known[slot] = words._replace(rows=0)
 
-    def left(self, slot: int, lane: int, words: ControlBlock) -> None:
+    def left(self, slot: int, words: SlotWords) -> None:
         """What a pass or cycle of a lane has left in a slot."""
-        self._known[slot] = SlotWords(lane, words)
+        self._known[slot] = words
 
     def forget(self, slots: Iterable[int]) -> None:
         """Nothing is known of these slots, until it is known what a cycle has committed."""

@@ -1,4 +1,4 @@
-"""Device memory of sequences: K and V, gated delta states and tapes; and a lane's copies on the host.
+"""Device memory of sequences: K and V, gated delta states and tapes; and copies of a lane's on the host.
 
 Every array has all lanes, one behind the other. Rows past the committed length are garbage; resetting a sequence zeroes
 the recurrent states only.
@@ -14,7 +14,7 @@ import numpy as np
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.kernels.attend import AttendShape, KvMemory
 from edge_dflash.backends.cuda.kernels.delta import DeltaLayer, DeltaShape
-from edge_dflash.backends.cuda.memory import EMPTY_SEQUENCE, Allocator, Array, ControlBlock, DevicePointer
+from edge_dflash.backends.cuda.memory import Allocator, Array, DevicePointer
 from edge_dflash.backends.cuda.rotary import RotaryTables
 from edge_dflash.decode.backend import Precision, Snapshot
 from edge_dflash.errors import BackendError
@@ -42,15 +42,6 @@ class Sizes:
     def of_pass(self, name: str) -> int:
         """Most rows of the pass "prefill", "verify" or "propose"; of the last two in a slot."""
         return {"prefill": self.prefill_rows, "propose": self.block or self.rows}.get(name, self.rows)
-
-
-@dataclass
-class Lane:
-    """The host's side of one sequence."""
-
-    wanted: ControlBlock = EMPTY_SEQUENCE  # what the next pass has to find
-    verified: int | None = None  # rows of the last verify, until they are committed
-    delta: int = 0  # position minus index of the tokens behind the committed ones
 
 
 class States:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from edge_dflash.backends.cuda.driver import Gpu, Module
 from edge_dflash.backends.cuda.kernels.source import Signature, structure
-from edge_dflash.backends.cuda.memory import CONTROL_BYTES, NULL, Array, ControlBlock, DevicePointer, Matrix, Norm
+from edge_dflash.backends.cuda.memory import CONTROL_BYTES, NULL, Array, DevicePointer, Matrix, Norm
 from edge_dflash.model.ops import Add, Elementwise, SwiGlu
 
 UNIT, CYCLE_UNIT = "small", "cycle"
@@ -91,10 +91,12 @@ def clock_bytes(lanes: int) -> int:
 
 
 class SlotWords(NamedTuple):
-    """What the control block of a slot says."""
+    """What the control block of a slot says, or has to say."""
 
     lane: int  # below 0: idle
-    words: ControlBlock
+    length: int = 0  # committed rows
+    pending: int = 0  # of those: rows that are not in the recurrent state
+    anchor: int = 0
     rows: int = 0  # of a prefill pass
 
 
@@ -170,8 +172,8 @@ class CycleKernels(_Kernels):
         """Write the control words of some slots."""
         each = CONTROL_BYTES // 4
         words = [0] * (MOST_SLOTS * each)
-        for slot, (lane, block, rows) in slots.items():
-            words[each * slot : each * slot + 5] = [block.length, block.pending, rows, block.anchor, lane]  # Control
+        for slot, (lane, length, pending, anchor, rows) in slots.items():
+            words[each * slot : each * slot + 5] = [length, pending, rows, anchor, lane]  # Control
         given = {"blocks": _Blocks.of(words=words), "slots": sum(1 << slot for slot in slots)}
         self._launch("cycle_set", (1, 1, 1), len(words), control=control, **given)
 
