@@ -55,7 +55,9 @@ class DeviceCycle:
         self._open()
         if self._drafting and all(turn.asked.steering is None for turn in self._turns):
             whole, rows = self._whole()
-            results, rows = self._end(whole, rows), whole.most(rows)
+            self._forget()
+            whole.of(rows).launch()
+            results = self._host.read(rows := whole.most(rows), self._graphs.slots)
             return [self._found(turn, results[turn.slot], results[turn.slot].counted, rows) for turn in self._turns]
         began = proposed = time.perf_counter()
         if self._drafting:
@@ -66,7 +68,9 @@ class DeviceCycle:
             free = self._choose()  # while it runs
         if all(turn.error is not None for turn in self._turns):
             return [turn.error for turn in self._turns if turn.error is not None]
-        results = self._end(self._graphs.accept if free else self._graphs.choose, rows)
+        self._forget()
+        (self._graphs.accept if free else self._graphs.choose).of(rows).launch()
+        results = self._host.read(rows, self._graphs.slots)
         ended = time.perf_counter()
         timed = [replace(r, propose_seconds=proposed - began, verify_seconds=ended - proposed) for r in results]
         return [turn.error or self._found(turn, timed[turn.slot], len(turn.drafts), rows) for turn in self._turns]
@@ -149,11 +153,9 @@ class DeviceCycle:
             free &= turn.asked.sampling.temperature == 0.0 and all(mask is None for mask in masks)
         return free
 
-    def _end(self, graphs: ByRows, rows: int) -> list[Result]:
-        """Launch what accepts and commits; what each slot found. Until that is read nothing is known of the slots."""
+    def _forget(self) -> None:
+        """Nothing is known of the slots' control blocks, until it is known what the device committed."""
         self._backend.slots.forget(turn.slot for turn in self._turns)
-        graphs.of(rows).launch()
-        return self._host.read(graphs.most(rows), self._graphs.slots)
 
     def _found(self, turn: _Turn, result: Result, drafts: int, rows: int) -> Cycle:
         """Note what the device has committed of a lane; it is real when the backend's ``commit`` has said so."""
