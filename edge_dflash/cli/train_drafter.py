@@ -120,11 +120,11 @@ def _check(given: dict[str, Any], steps: int, minutes: float, rate: float | None
 def _train(given: dict[str, Any], *, dry: bool, json: bool) -> None:
     """Train, or tell what it will take, and print what came of it."""
     with stages():  # torch takes seconds to import
-        from edge_dflash.training import dryrun, run
+        from edge_dflash.training import run
         from edge_dflash.training.workdir import TrainingRun
     with stages() as report:
         if dry:
-            told = dryrun.dry_run(TrainingRun(**given), report, say)
+            told = run.dry_run(TrainingRun(**given), report, say)
         else:
             result = run.train_drafter(TrainingRun(**given), report, say)
     if dry:

@@ -82,29 +82,24 @@ def read_tasks(path: Path, *, most: int | None = None) -> TrainingData:
     return TrainingData(path, digest.hexdigest(), tuple(tasks), skipped, tuple(unread))
 
 
-def read_data(path: Path, *, heldout: int | None = None, most: int | None = None) -> TrainingData:
-    """:func:`read_tasks` with ``heldout`` prompts held out (None: a tenth, at most 200).
-
-    A prompt's hash decides, so one that is there twice is never on both sides, and the order of lines does not matter.
-    Raises RequestError also for fewer than two prompts.
-    """
-    return read_mixture([path], heldout=heldout, most=most)[0]
-
-
 def read_mixture(
     paths: Sequence[Path], *, heldout: int | None = None, most: int | None = None
 ) -> tuple[TrainingData, ...]:
-    """:func:`read_data` of several files: a prompt that one of them holds out is held out in all."""
+    """:func:`read_tasks` of several files with ``heldout`` prompts of each held out (None: a tenth, at most 200).
+
+    A prompt's hash decides, so one that is there twice, in one file or two, is never on both sides, and the order of
+    lines does not matter. Raises RequestError also for a file that leaves no prompt for one of them.
+    """
     files = [read_tasks(path, most=most) for path in paths]
     keys = [[_key(task) for task in each.tasks] for each in files]
     out = {key for each, own in zip(files, keys, strict=True) for key in _held_out(each.path, own, heldout)}
+    mixture = []
     for each, own in zip(files, keys, strict=True):
         if out.issuperset(own):
             raise RequestError(f"all prompts of {each.path} are held out, here or in another file; give more prompts")
-    return tuple(
-        replace(each, tasks=tuple(replace(task, heldout=key in out) for task, key in zip(each.tasks, own, strict=True)))
-        for each, own in zip(files, keys, strict=True)
-    )
+        tasks = (replace(task, heldout=key in out) for task, key in zip(each.tasks, own, strict=True))
+        mixture.append(replace(each, tasks=tuple(tasks)))
+    return tuple(mixture)
 
 
 def spread(tasks: Sequence[TrainingTask], most: int) -> list[TrainingTask]:

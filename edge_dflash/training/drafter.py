@@ -23,7 +23,7 @@ from edge_dflash.model import dflash, pair_programs
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.ops import Attend, KvAppend, Linear, Op, Remap, SelectRows, StateOp, Walk
 from edge_dflash.model.program import Program, WeightSpec
-from edge_dflash.model.specs import PairSpec, RopeSpec
+from edge_dflash.model.specs import DrafterSpec, PairSpec, RopeSpec
 from edge_dflash.weights.formats import BLOCK, WeightFormat
 from edge_dflash.weights.quantize import (
     E2M1_MAX,
@@ -100,10 +100,8 @@ class BlockDrafter(nn.Module):
     ) -> None:
         """Raise RequestError for a pair without a drafter."""
         super().__init__()
-        if pair.drafter is None:
-            raise RequestError("the pair has no drafter to train")
-        self.pair, self.spec = pair, pair.drafter
-        self.propose, self._context = pair_programs(pair).propose, context_program(pair)
+        self.pair, self.spec = pair, drafter_spec(pair)
+        self.propose, self._context = pair_programs(pair).propose, _context_program(pair, self.spec)
         head = next(i for i, op in enumerate(self.propose.ops) if isinstance(op, Linear) and op.weight.endswith(_HEAD))
         self._block, self._head = self.propose.ops[1:head], self.propose.ops[head:]  # behind the embedding
         self.specs = drafter_weights(pair)
@@ -237,19 +235,25 @@ class BlockDrafter(nn.Module):
         return torch.unflatten(out.transpose(1, 2).flatten(2), 1, at.shape[1:])
 
 
-def context_program(pair: PairSpec) -> Program:
-    """taps -> the drafter's keys and values, as every pass of the target appends them."""
+def drafter_spec(pair: PairSpec) -> DrafterSpec:
+    """The drafter of a pair. Raises RequestError without one."""
     if pair.drafter is None:
-        raise RequestError("the pair has no drafter to train")
-    taps = len(pair.drafter.target_layer_ids) * pair.target.hidden_size
-    g = GraphBuilder("context", commits=True, inputs={"taps": taps})
-    dflash.append_context(g, "taps", pair.drafter)
-    return g.program()
+        raise RequestError("the pair has no drafter to train; give --drafter, or a geometry to begin from")
+    return pair.drafter
 
 
 def drafter_weights(pair: PairSpec) -> dict[str, WeightSpec]:
-    """Weights of a pair's drafter, in the order of their use."""
+    """Weights of a pair's drafter, in the order of their use. Raises RequestError without one."""
+    drafter_spec(pair)
     return {name: spec for name, spec in pair_programs(pair).weights.items() if name.startswith("drafter.")}
+
+
+def _context_program(pair: PairSpec, drafter: DrafterSpec) -> Program:
+    """taps -> the drafter's keys and values, as every pass of the target appends them."""
+    taps = len(drafter.target_layer_ids) * pair.target.hidden_size
+    g = GraphBuilder("context", commits=True, inputs={"taps": taps})
+    dflash.append_context(g, "taps", drafter)
+    return g.program()
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:

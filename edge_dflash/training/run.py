@@ -4,52 +4,58 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from edge_dflash.board.linux import read_memory
 from edge_dflash.builder.card import DrafterCard, read_card, write_card
 from edge_dflash.builder.swap import is_bundle
 from edge_dflash.builder.write import BuildConfig, build
-from edge_dflash.bundle.manifest import MANIFEST, SourceFile
+from edge_dflash.bundle.manifest import MANIFEST
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.common.files import scratch
 from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.common.tables import decode, encode
-from edge_dflash.errors import BuildError, RequestError
+from edge_dflash.errors import BackendError, BuildError, RequestError
 from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
-from edge_dflash.model.specs import TargetSpec
+from edge_dflash.model.specs import PairSpec, TargetSpec
 from edge_dflash.planner import Planner
 from edge_dflash.training.answers import TargetAnswer, make_answers, read_answers
-from edge_dflash.training.card import card_of, warnings
-from edge_dflash.training.data import TrainingData, TrainingTask, read_tasks, spread
+from edge_dflash.training.data import TrainingData, TrainingTask, read_mixture, read_tasks, spread
 from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter
-from edge_dflash.training.evaluate import Measure, evaluate
-from edge_dflash.training.losses import Borrowed
-from edge_dflash.training.outlook import outlook
-from edge_dflash.training.shards import Sample, Shards
-from edge_dflash.training.stage import (
-    Say,
-    TrainingStage,
-    check_disk,
-    check_memory,
-    device,
-    lanes,
-    left_out,
-    read_prompts,
-    weights_fit,
+from edge_dflash.training.evaluate import Measure, card_of, evaluate, shaped, warnings
+from edge_dflash.training.forecast import (
+    Forecast,
+    Outlook,
+    drafter_parameters,
+    gigabytes,
+    memory_warning,
+    outlook,
+    training_bytes,
+    training_files,
 )
+from edge_dflash.training.losses import Borrowed
+from edge_dflash.training.shards import Sample, Shards
 from edge_dflash.training.start import make_start, read_weights, same_files, save_weights
-from edge_dflash.training.taps import write_taps
-from edge_dflash.training.trainer import Trainer, TrainingPlan, TrainingState, kept_weights
-from edge_dflash.training.workdir import TrainingDir, TrainingRun
+from edge_dflash.training.taps import shard_bytes, write_taps
+from edge_dflash.training.trainer import Trainer, kept_weights
+from edge_dflash.training.workdir import TrainingDir, TrainingRun, TrainingState
 from edge_dflash.weights.quantize import dequantize
 
-RATE, SCRATCH_RATE = 3e-4, 1e-3  # peak learning rates
+Say = Callable[[str], None]
 AGAIN = "the same train-drafter command"
 WORSE = "worse"  # folder of a drafter that is worse than the one it began as
+SCRATCH = "dry-"  # and something, of a folder that goes
+FEW = 20  # held-out prompts
+TIMED_STEPS = 2  # of a dry run
+_FREE = 1 << 30  # bytes of the disk that stay free
 
 
 @dataclass(frozen=True)
@@ -71,40 +77,286 @@ def train_drafter(run: TrainingRun, progress: Progress = unheard, say: Say = lam
     with TrainingDir(run) as work:
         if (there := work.done) is not None and (card := read_card(there)) is not None:
             work.clear()  # what a kill behind the end left
-            check_same(run, card, there)
+            _check_same(run, card, there)
             say(f"nothing to do: {there} is the drafter of this training; remove {work.root} to train it again")
             return TrainingResult(there, card, time.perf_counter() - began)
-        stage = TrainingStage(run, work, progress, say, device())
-        folder, card = _train(stage)
+        folder, card = Training(run, work, progress, say).run_stages()
     for line in warnings(card, folder):
         say(line)
     return TrainingResult(folder, card, time.perf_counter() - began)
 
 
-def _train(stage: TrainingStage) -> tuple[Path, DrafterCard]:
-    """All stages; where the drafter lies, and its card."""
-    run, work = stage.run, stage.work
-    data = read_prompts(stage)
-    bundle = before(stage)
-    if not all(work.answers(index).exists() for index in range(len(data))):
-        work.forget_training()  # of other answers, which were removed
-    answers = answer(stage, bundle, data)
-    samples = [sample(one) for file in answers for one in file]
-    check_memory(stage, bundle.pair, max(len(one.ids) for one in samples))
-    check_disk(stage, bundle, samples)
-    shards, _ = write_taps(bundle, samples, work.taps, progress=stage.progress, say=stage.say)
-    state = learn(stage, bundle, Shards(work.taps, shards))
-    after(stage, bundle)
-    measures = measure(stage, data)
-    card = card_of(run, work.after, bundle, data, answers, state, measures)
-    folder = run.output if card.better else run.output / WORSE
-    save_weights(folder, bundle.pair, kept_weights(work.training), work.start)
-    write_card(folder, card)
-    work.end(folder)
-    return folder, card
+def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda line: None) -> Forecast:
+    """What a run takes at most: a few tokens are timed, and steps where --steps counts them.
+
+    Its first bundle is built, and kept for it. Raises what the run raises.
+    """
+    say("a dry run builds the first bundle, which the training keeps")
+    with TrainingDir(run, dry=True) as work, scratch(work.root, SCRATCH) as folder:
+        training = Training(run, work, progress, say)
+        data = training.prompts()
+        bundle = training.before()
+        with training.planner(bundle) as planner:
+            ahead = training.outlook(planner, data)
+        if ahead is None:
+            raise RequestError(
+                f"no prompt leaves room for an answer that can be timed in the context of {work.before}; give shorter "
+                "prompts, or a larger --max-context"
+            )
+        memory = training.check_memory(bundle.pair, ahead.longest, "at most")
+        steps = run.steps * training.step_seconds(bundle, ahead.longest, folder) if run.steps else 60 * run.minutes
+        taps = shard_bytes(bundle.pair, ahead.tokens)
+        if taps > run.disk * 1e9:
+            say(f"warning: {_too_large(taps, run)}")
+        say(f"the first bundle is kept in {work.before}")
+        return Forecast(
+            parameters=drafter_parameters(bundle.pair),
+            memory=memory,
+            device=device_bytes(training.device),
+            disk=taps,
+            files=training_files(bundle.pair, bundle.manifest.size),
+            seconds={"answers": ahead.answers, "taps": ahead.taps, "training": steps, "evaluation": ahead.evaluation},
+        )
 
 
-def check_same(run: TrainingRun, card: DrafterCard, there: Path) -> None:
+@dataclass(frozen=True)
+class Training:
+    """The stages of a training, and what all of them need."""
+
+    run: TrainingRun
+    work: TrainingDir
+    progress: Progress = unheard
+    say: Say = lambda line: None
+    device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
+
+    def run_stages(self) -> tuple[Path, DrafterCard]:
+        """All of them; where the drafter lies, and its card."""
+        run, work = self.run, self.work
+        data = self.prompts()
+        bundle = self.before()
+        if not all(work.answers(index).exists() for index in range(len(data))):
+            work.forget_training()  # of other answers, which were removed
+        answers = self.answers(bundle, data)
+        samples = [sample(one) for file in answers for one in file]
+        self.check_memory(bundle.pair, max(len(one.ids) for one in samples))
+        self.check_disk(bundle, samples)
+        shards, _ = write_taps(bundle, samples, work.taps, progress=self.progress, say=self.say)
+        state = self.learn(bundle, Shards(work.taps, shards))
+        self.after(bundle)
+        measures = self.measure(data)
+        card = card_of(run, work.after, bundle, data, answers, state, measures)
+        folder = run.output if card.better else run.output / WORSE
+        save_weights(folder, bundle.pair, kept_weights(work.training), work.start)
+        write_card(folder, card)
+        work.end(folder)
+        return folder, card
+
+    def prompts(self) -> tuple[TrainingData, ...]:
+        """The tasks of all files; says how many there are, what is left out, and what may be too few."""
+        run, say = self.run, self.say
+        data = read_mixture(run.data, heldout=run.heldout, most=run.prompts)
+        for each in data:
+            say(f"{each.path}: {len(each.training):,} prompts to train on, {len(each.heldout):,} held out")
+            if each.skipped:
+                say(f"{each.path}: left out with images, or torn at the end: {each.skipped:,}")
+            if each.unread:
+                say(f"warning: {each.path} has keys that mean nothing here: {', '.join(each.unread)}")
+            if any(map(shaped, each.training)) and not any(map(shaped, each.heldout)):
+                say(f"warning: no held-out prompt of {each.path} has a form, and others do; give more --heldout")
+        if (heldout := sum(len(each.heldout) for each in data)) < FEW:
+            say(
+                f"warning: {heldout} held-out prompts choose the weights and say little; give more prompts or --heldout"
+            )
+        return data
+
+    def before(self) -> Bundle:
+        """The bundle of the target and the drafter that the training begins with."""
+        run, work, half = self.run, self.work, self.work.root / "start.part"
+        init = run.drafter if run.drafter is not None and run.drafter.is_dir() else None
+        if work.start.is_dir() and init is not None and not same_files(init, work.start):
+            if work.answers(0).exists():
+                raise RequestError(
+                    f"{init} has changed since this training began; give another --output, or {work.gone}"
+                )
+            for folder in (work.start, work.before):  # it was put right since
+                shutil.rmtree(folder, ignore_errors=True)
+        if not (work.before / MANIFEST).is_file():
+            target = _target_spec(run)
+            if not work.start.is_dir():
+                shutil.rmtree(half, ignore_errors=True)  # a kill leaves a start that is whole, or none
+                make_start(target, run.drafter, half, mask_token_id=run.mask_token, seed=run.seed)
+                half.replace(work.start)
+            self.check_memory(match_pair(target, read_drafter_spec(work.start, target.num_layers)), 1, "at least")
+            self._build(work.start, work.before)
+        return Bundle.open(work.before)
+
+    def _build(self, drafter: Path, output: Path) -> tuple[str, ...]:
+        """A bundle of the target with a drafter; the build's warnings."""
+        run, arch, backend = self.run, self.run.arch or "cpu", None
+        if not is_bundle(run.target):
+            arch = run.arch or _arch(self.device)
+            backend = None if arch == "cpu" else "native"
+        config = BuildConfig(run.target, drafter, output, arch, backend, run.recipe, run.max_context)
+        return build(replace(config, resume=AGAIN), self.progress).warnings
+
+    def planner(self, bundle: Bundle) -> Planner:
+        """What answers with the first bundle, several prompts at once on a GPU."""
+        lanes = 1 if self.device == "cpu" else 8
+        return Planner.open(bundle.path, fallback=False, self_test="off", queue=64, lanes=lanes, progress=self.progress)
+
+    def outlook(self, planner: Planner, data: Sequence[TrainingData]) -> Outlook | None:
+        """How long all takes at most; None where a few tokens cannot be timed."""
+        return outlook(self.run, planner, data, len(self._evaluated(data)))
+
+    def answers(self, bundle: Bundle, data: Sequence[TrainingData]) -> list[tuple[TargetAnswer, ...]]:
+        """The target's answers to all prompts, of each file."""
+        run, files = self.run, [self.work.answers(index) for index in range(len(data))]
+        with self.planner(bundle) as planner:
+            if not any(file.exists() for file in files) and (ahead := self.outlook(planner, data)) is not None:
+                self.say(ahead.line(run))
+            for each, file in zip(data, files, strict=True):
+                make_answers(
+                    planner,
+                    each,
+                    file,
+                    new_tokens=run.new_tokens,
+                    sampled=run.sampled,
+                    temperature=run.temperature,
+                    progress=self.progress,
+                )
+        found = [read_answers(file) for file in files]
+        for each, made in zip(data, found, strict=True):
+            if missing := len(each.tasks) - len({one.task for one in made}):
+                self.say(
+                    f"{each.path}: {missing:,} prompts leave no room for an answer in "
+                    f"{planner.shape.usable_context:,} tokens: left out"
+                )
+        return found
+
+    def check_memory(self, pair: PairSpec, tokens: int, bound: str = "about") -> dict[str, int]:
+        """What a step needs with prompts and answers of so many tokens, told; a warning where the device has less."""
+        needed = training_bytes(pair, self.run, tokens, mixed=self.device != "cpu")
+        told = f"a step needs {bound} {gigabytes(needed['total'])} of memory"
+        self.say(memory_warning(needed, device_bytes(self.device)) or told)
+        return needed
+
+    def check_disk(self, bundle: Bundle, samples: Sequence[Sample]) -> None:
+        """Tell what a training will take. Raises RequestError where that is more than is allowed or free."""
+        tokens, work = sum(len(one.ids) for one in samples), self.work
+        size, files = shard_bytes(bundle.pair, tokens), training_files(bundle.pair, bundle.manifest.size)
+        self.say(
+            f"{len(samples):,} answers, {tokens:,} tokens; their taps take {gigabytes(size)} of the disk, checkpoints "
+            f"and bundles {gigabytes(files)}"
+        )
+        if size > self.run.disk * 1e9:
+            raise RequestError(_too_large(size, self.run))
+        kept = (file for folder in (work.taps, work.training, work.after) for file in folder.rglob("*.*"))
+        held, free = sum(file.stat().st_size for file in kept), max(0, shutil.disk_usage(work.root).free - _FREE)
+        if size + files - held > free:
+            raise RequestError(
+                f"taps, checkpoints and bundles take {gigabytes(size + files)}, {gigabytes(held)} of it are there, and "
+                f"the disk has {gigabytes(free)} free; make room"
+            )
+
+    def learn(self, bundle: Bundle, shards: Shards) -> TrainingState:
+        """Train; the best weights lie in the folder ``training``."""
+        torch.manual_seed(self.run.seed)
+        if not self.work.has_steps:  # what a training left whose steps were removed
+            self.work.forget_trained()
+        with self._trainer(bundle, shards, self.run, self.work.training, self.say) as trainer:
+            return trainer.run(self.progress)
+
+    def step_seconds(self, bundle: Bundle, tokens: int, folder: Path) -> float:
+        """Seconds of a step of answers that have ``tokens`` with their prompts; what they say does not matter."""
+        draw = np.random.default_rng(0)
+        ids = draw.integers(0, bundle.pair.target.vocab_size, (self.run.sequences, tokens))
+        samples = [Sample(tuple(row), tokens // 2) for row in ids.tolist()]
+        shards, _ = write_taps(bundle, samples, folder / "taps", progress=self.progress)
+        run = replace(self.run, steps=TIMED_STEPS, minutes=0.0, checks=1, patience=0, pause=1e9)
+        with self._trainer(bundle, Shards(folder / "taps", shards), run, folder / "probe") as trainer:
+            return trainer.run(self.progress).step_seconds
+
+    @contextmanager
+    def _trainer(
+        self, bundle: Bundle, shards: Shards, run: TrainingRun, folder: Path, log: Say = lambda line: None
+    ) -> Iterator[Trainer]:
+        """A trainer of the first bundle's drafter; raises BackendError where the device has no room for it."""
+        weights = read_weights(self.work.start, bundle.pair)
+        weights |= {name: dequantize(bundle.get(name)) for name in bundle.manifest.weights if name == "drafter.d2t"}
+        fp8, kind = bundle.manifest.precision.kv == "fp8", torch.float32 if self.device == "cpu" else torch.bfloat16
+        try:
+            drafter = BlockDrafter(bundle.pair, weights, bundle.manifest.weights, fp8_kv=fp8).to(self.device)
+            lent = Borrowed(*(dequantize(bundle.get(name)).to(self.device, kind) for name in (EMBEDDING, HEAD)))
+            trainer = Trainer(drafter, lent, shards, run, folder, device=self.device, log=log)
+        except torch.OutOfMemoryError:
+            raise BackendError(
+                "the GPU has no room for the drafter and the target's embedding and head; free it, or take a larger one"
+            ) from None
+        try:
+            yield trainer
+        finally:
+            trainer.close()
+
+    def after(self, bundle: Bundle) -> None:
+        """The bundle of the target and the trained drafter. Raises BuildError where the target changed meanwhile."""
+        work = self.work
+        if not (work.after / MANIFEST).is_file():
+            if not work.trained.is_dir():  # a build that was killed goes on with the same files
+                half = work.root / "trained.part"
+                shutil.rmtree(half, ignore_errors=True)
+                save_weights(half, bundle.pair, kept_weights(work.training), work.start)
+                half.replace(work.trained)
+            for warning in self._build(work.trained, work.after):
+                self.say(f"warning: {warning}")
+        made, began = (
+            [file for file in one.manifest.sources if file.model == "target"]
+            for one in (Bundle.open(work.after, check_hashes=False), bundle)
+        )
+        if made != began:
+            raise BuildError(
+                f"{self.run.target} is not the target that it was when the training began; give that one, or another "
+                f"--output (remove {work.after} in either case)"
+            )
+
+    def measure(self, data: Sequence[TrainingData]) -> dict[str, Measure]:
+        """Both bundles on held-out tasks, every way; a way that is done is not measured again."""
+        run, work = self.run, self.work
+        found: dict[str, Any] = work.read(work.evaluation)
+        for name, bundle in (("before", work.before), ("after", work.after)):
+
+            def tell(stage: str, done: int, total: int, name: str = name) -> None:
+                self.progress(f"{stage}, {name}", done, total)
+
+            if name not in found:
+                tasks = self._evaluated(data)
+                made = evaluate(bundle, tasks, new_tokens=run.new_tokens, plain=run.plain, progress=tell)
+                found[name] = encode(made)
+                work.write(work.evaluation, found)
+        return {
+            f"{name}, {way}": decode(Measure, body, str(work.evaluation))
+            for name in ("before", "after")
+            for way, body in found[name].items()
+        }
+
+    def _evaluated(self, data: Sequence[TrainingData]) -> list[TrainingTask]:
+        """The held-out tasks that are decoded before and after."""
+        return [task for each in data for task in spread(each.heldout, max(1, self.run.evaluated // len(data)))]
+
+
+def sample(one: TargetAnswer) -> Sample:
+    """An answer as the training reads it."""
+    return Sample((*one.prompt, *one.tokens), len(one.prompt), one.heldout)
+
+
+def device_bytes(where: str) -> int | None:
+    """Memory of what trains; None: not known."""
+    if where == "cuda":
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    state = read_memory(Path("/"))
+    return None if state is None else state.total
+
+
+def _check_same(run: TrainingRun, card: DrafterCard, there: Path) -> None:
     """Raise RequestError where the data of a training that has ended was changed since."""
     if " ".join(read_tasks(path, most=0).sha256 for path in run.data) != card.data_sha256:
         raise RequestError(
@@ -113,44 +365,11 @@ def check_same(run: TrainingRun, card: DrafterCard, there: Path) -> None:
         )
 
 
-def target_spec(run: TrainingRun) -> TargetSpec:
+def _target_spec(run: TrainingRun) -> TargetSpec:
     """The target's sizes, of a bundle or a checkpoint. Raises BundleError, CheckpointError."""
     if is_bundle(run.target):
         return Bundle.open(run.target, check_hashes=False).pair.target
     return read_target_spec(run.target)
-
-
-def before(stage: TrainingStage) -> Bundle:
-    """The bundle of the target and the drafter that the training begins with."""
-    run, work, half = stage.run, stage.work, stage.work.root / "start.part"
-    init = run.drafter if run.drafter is not None and run.drafter.is_dir() else None
-    if work.start.is_dir() and init is not None and not same_files(init, work.start):
-        if work.answers(0).exists():
-            raise RequestError(f"{init} has changed since this training began; give another --output, or {work.gone}")
-        for folder in (work.start, work.before):  # it was put right since
-            shutil.rmtree(folder, ignore_errors=True)
-    if not (work.before / MANIFEST).is_file():
-        target = target_spec(run)
-        if not work.start.is_dir():
-            shutil.rmtree(half, ignore_errors=True)  # a kill leaves a start that is whole, or none
-            make_start(target, run.drafter, half, mask_token_id=run.mask_token, seed=run.seed)
-            half.replace(work.start)
-        pair = match_pair(target, read_drafter_spec(work.start, target.num_layers))
-        check_memory(stage, pair, 1, "at least")
-        _bundle(stage, work.start, work.before)
-    return Bundle.open(work.before)
-
-
-def _bundle(stage: TrainingStage, drafter: Path, output: Path) -> tuple[str, ...]:
-    """A bundle of the target with a drafter; the build's warnings."""
-    run = stage.run
-    if is_bundle(run.target):
-        own = BuildConfig(run.target, drafter, output, run.arch or "cpu", None, run.recipe, run.max_context)
-        return build(replace(own, resume=AGAIN), stage.progress).warnings
-    arch = run.arch or _arch(stage.device)
-    native = None if arch == "cpu" else "native"
-    config = BuildConfig(run.target, drafter, output, arch, native, run.recipe, run.max_context)
-    return build(replace(config, resume=AGAIN), stage.progress).warnings
 
 
 def _arch(where: str) -> str:
@@ -162,125 +381,10 @@ def _arch(where: str) -> str:
     return f"sm{device_sm()}"
 
 
-def answer(stage: TrainingStage, bundle: Bundle, data: Sequence[TrainingData]) -> list[tuple[TargetAnswer, ...]]:
-    """The target's answers to all prompts, of each file."""
-    run, files = stage.run, []
-    with Planner.open(
-        bundle.path, fallback=False, self_test="off", queue=64, lanes=lanes(stage), progress=stage.progress
-    ) as one:
-        begun = any(stage.work.answers(index).exists() for index in range(len(data)))
-        if not begun and (ahead := outlook(run, one, data, len(evaluated(run, data)))) is not None:
-            stage.say(ahead.line(run))
-        for index, each in enumerate(data):
-            file = stage.work.answers(index)
-            make_answers(
-                one,
-                each,
-                file,
-                new_tokens=run.new_tokens,
-                sampled=run.sampled,
-                temperature=run.temperature,
-                progress=stage.progress,
-            )
-            files.append(read_answers(file))
-            if missing := len(each.tasks) - len({made.task for made in files[-1]}):
-                stage.say(left_out(each, missing, one.shape.usable_context))
-    return files
-
-
-def sample(one: TargetAnswer) -> Sample:
-    """An answer as the training reads it."""
-    return Sample((*one.prompt, *one.tokens), len(one.prompt), one.heldout)
-
-
-def start_weights(bundle: Bundle, start: Path) -> BlockDrafter:
-    """The drafter in training, with the weights of a checkpoint."""
-    weights = read_weights(start, bundle.pair)
-    frozen = {name: dequantize(bundle.get(name)) for name in bundle.manifest.weights if name == "drafter.d2t"}
-    fp8 = bundle.manifest.precision.kv == "fp8"
-    return BlockDrafter(bundle.pair, weights | frozen, bundle.manifest.weights, fp8_kv=fp8)
-
-
-def borrowed(bundle: Bundle, where: str) -> Borrowed:
-    """The target's embedding and head: float32 on a CPU, BF16 on a GPU."""
-    kind = torch.float32 if where == "cpu" else torch.bfloat16
-    return Borrowed(*(dequantize(bundle.get(name)).to(where, kind) for name in (EMBEDDING, HEAD)))
-
-
-def plan_of(run: TrainingRun) -> TrainingPlan:
-    """How a run trains."""
-    return TrainingPlan(
-        steps=run.steps,
-        minutes=run.minutes,
-        batch=run.batch,
-        rate=run.rate if run.rate is not None else RATE if run.begins else SCRATCH_RATE,
-        patience=run.patience,
-        seed=run.seed,
+def _too_large(taps: int, run: TrainingRun) -> str:
+    """What to tell of taps that ``--disk`` does not allow."""
+    allowed = ceil(110 * taps / 1e9) / 100
+    return (
+        f"taps take {gigabytes(taps)}, --disk is {run.disk:g} GB; give --disk {allowed:g}, or fewer --prompts or "
+        "--sampled"
     )
-
-
-def learn(stage: TrainingStage, bundle: Bundle, shards: Shards) -> TrainingState:
-    """Train; the best weights lie in the folder ``training``."""
-    torch.manual_seed(stage.run.seed)
-    if not stage.work.has_steps:  # what a training left whose steps were removed
-        stage.work.forget_trained()
-    plan = plan_of(stage.run)
-    with weights_fit():
-        drafter = start_weights(bundle, stage.work.start).to(stage.device)
-        lent = borrowed(bundle, stage.device)
-        trainer = Trainer(drafter, lent, shards, plan, stage.work.training, device=stage.device, log=stage.say)
-    try:
-        return trainer.run(stage.progress)
-    finally:
-        trainer.close()
-
-
-def after(stage: TrainingStage, bundle: Bundle) -> None:
-    """The bundle of the target and the trained drafter. Raises BuildError where the target has changed meanwhile."""
-    work = stage.work
-    if not (work.after / MANIFEST).is_file():
-        if not work.trained.is_dir():  # a build that was killed goes on with the same files
-            half = work.root / "trained.part"
-            shutil.rmtree(half, ignore_errors=True)
-            save_weights(half, bundle.pair, kept_weights(work.training), work.start)
-            half.replace(work.trained)
-        for warning in _bundle(stage, work.trained, work.after):
-            stage.say(f"warning: {warning}")
-    made = Bundle.open(work.after, check_hashes=False).manifest.sources
-    if _target_files(made) != _target_files(bundle.manifest.sources):
-        raise BuildError(
-            f"{stage.run.target} is not the target that it was when the training began; give that one, or another "
-            f"--output (remove {work.after} in either case)"
-        )
-
-
-def _target_files(sources: Sequence[SourceFile]) -> list[SourceFile]:
-    return [one for one in sources if one.model == "target"]
-
-
-def evaluated(run: TrainingRun, data: Sequence[TrainingData]) -> list[TrainingTask]:
-    """The held-out tasks that are decoded before and after."""
-    return [task for each in data for task in spread(each.heldout, max(1, run.evaluated // len(data)))]
-
-
-def measure(stage: TrainingStage, data: Sequence[TrainingData]) -> dict[str, Measure]:
-    """Both bundles on held-out tasks, every way; a way that is done is not measured again."""
-    run, work = stage.run, stage.work
-    found: dict[str, Any] = work.read(work.evaluation)
-    tasks = evaluated(run, data)
-    for name, bundle in (("before", work.before), ("after", work.after)):
-        if name not in found:
-            made = evaluate(
-                bundle, tasks, new_tokens=run.new_tokens, plain=run.plain, progress=_named(stage.progress, name)
-            )
-            found[name] = encode(made)
-            work.write(work.evaluation, found)
-    return {
-        f"{name}, {way}": decode(Measure, body, str(work.evaluation))
-        for name in ("before", "after")
-        for way, body in found[name].items()
-    }
-
-
-def _named(progress: Progress, name: str) -> Progress:
-    return lambda stage, done, total: progress(f"{stage}, {name}", done, total)

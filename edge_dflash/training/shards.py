@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from safetensors.numpy import save_file
 
 from edge_dflash.bundle.parts import hash_file
 from edge_dflash.errors import CheckpointError, RequestError
-from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.losses import Batch
+from edge_dflash.training.workdir import TrainingRun
 from edge_dflash.weights.safetensors import TensorFiles
 
 SUM = "sha256"  # name of a tensor: the hash of the others of its file
@@ -143,7 +142,10 @@ def shard_path(folder: Path, index: int) -> Path:
 
 def shard_done(path: Path, digest: str) -> bool:
     """Whether a shard was made of this. Raises CheckpointError where it is damaged."""
-    return path.exists() and _digest(read_whole(path)) == digest
+    if not path.exists():
+        return False
+    file = read_whole(path)
+    return _DIGEST in file and file.array(_DIGEST)[1].tobytes().hex() == digest
 
 
 def write_shard(
@@ -168,29 +170,24 @@ class Shards:
     def __init__(self, folder: Path, count: int) -> None:
         """Raise CheckpointError for a shard that is missing or damaged."""
         self.folder = folder
-        self._places: list[tuple[int, int, int]] = []  # of each sample: shard, first row, rows
-        self._ids: list[npt.NDArray[np.int32]] = []
-        self._files = list[TensorFiles]()
-        prompts, heldout = list[int](), list[bool]()
-        for index in range(count):
-            file = TensorFiles.open([shard_path(folder, index)])
-            self._files.append(file)
-            lengths = file.array("lengths")[1].tolist()
-            starts = np.concatenate(([0], np.cumsum(lengths)))[:-1].tolist()
-            self._ids.append(file.array("ids")[1])
-            self._places += [(index, start, length) for start, length in zip(starts, lengths, strict=True)]
-            prompts += file.array("prompts")[1].tolist()
-            heldout += map(bool, file.array("heldout")[1].tolist())
-        self.prompts, self.lengths = np.array(prompts), np.array([length for _, _, length in self._places])
-        has_drafts = self.lengths - self.prompts >= 2  # an anchor and a draft
-        self.training = np.flatnonzero(~np.array(heldout, bool) & has_drafts)
-        self.heldout = np.flatnonzero(np.array(heldout, bool) & has_drafts)
-        self._with_last = bool(self._files) and "last" in self._files[0]
+        self._files = [TensorFiles.open([shard_path(folder, index)]) for index in range(count)]
+        lengths, prompts, heldout = (
+            np.concatenate([file.array(name)[1] for file in self._files]) for name in ("lengths", "prompts", "heldout")
+        )
+        self.lengths, self.prompts = lengths, prompts
+        self._places = [  # of each sample: shard, first row, rows
+            (index, int(stop - length), int(length))
+            for index, own in enumerate(file.array("lengths")[1] for file in self._files)
+            for length, stop in zip(own, np.cumsum(own), strict=True)
+        ]
+        has_drafts = lengths - prompts >= 2  # an anchor and a draft
+        self.training = np.flatnonzero((heldout == 0) & has_drafts)
+        self.heldout = np.flatnonzero((heldout != 0) & has_drafts)
 
-    def ids(self, index: int) -> npt.NDArray[np.int32]:
-        """Token ids of a sample."""
+    def rows(self, name: str, index: int) -> npt.NDArray[Any]:
+        """Rows of a tensor that belong to a sample: "ids", "taps", or "last" where that is kept."""
         shard, start, length = self._places[index]
-        return self._ids[shard][start : start + length]
+        return self._files[shard].array(name)[1][start : start + length]
 
     def batch(self, indices: Sequence[int], share: torch.Tensor, *, pinned: bool = False) -> Batch:
         """Some samples, with anchors in their answers where ``share`` [B, A] of 0 .. 1 says, never at the end.
@@ -202,55 +199,63 @@ class Shards:
         longest = int(lengths.max())
         ids = torch.zeros(len(indices), longest, dtype=torch.long)
         for row, index in enumerate(indices):
-            ids[row, : int(lengths[row])] = torch.from_numpy(self.ids(index).astype(np.int64))
+            ids[row, : int(lengths[row])] = torch.from_numpy(self.rows("ids", index).astype(np.int64))
         anchors = prompts[:, None] + (share * (lengths - 1 - prompts)[:, None]).long()
-        taps = self._rows("taps", indices, longest, pinned=pinned)
-        last = self._rows("last", indices, longest, pinned=pinned) if self._with_last else None
+        taps = self._padded("taps", indices, longest, pinned=pinned)
+        last = self._padded("last", indices, longest, pinned=pinned) if "last" in self._files[0] else None
         return Batch(ids, lengths, anchors, taps, last)
 
-    def _rows(self, name: str, indices: Sequence[int], longest: int, *, pinned: bool) -> torch.Tensor:
+    def _padded(self, name: str, indices: Sequence[int], longest: int, *, pinned: bool) -> torch.Tensor:
         """[B, longest, columns] in BF16, zeros behind the end."""
-        columns = self._files[0].array(name)[1].shape[1]
+        columns = self.rows(name, indices[0]).shape[1]
         whole = torch.empty(len(indices), longest, columns, dtype=torch.int16, pin_memory=pinned)
         bits = whole.numpy()  # filled by NumPy: torch would wake all its threads
         for row, index in enumerate(indices):
-            shard, start, length = self._places[index]
-            bits[row, :length] = self._files[shard].array(name)[1][start : start + length].view(np.int16)
-            bits[row, length:] = 0
+            bits[row, : self.lengths[index]] = self.rows(name, index).view(np.int16)
+            bits[row, self.lengths[index] :] = 0
         return whole.view(torch.bfloat16)
 
 
-@dataclass(frozen=True)
 class Order:
     """Which samples each step reads: the same for a seed, however often a run was interrupted."""
 
-    lengths: npt.NDArray[np.int64]  # of the samples that are trained on
-    batch: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        """Raise RequestError without a sample."""
-        if not len(self.lengths):
+    def __init__(self, lengths: npt.NDArray[np.int64], batch: int, seed: int) -> None:
+        """``lengths`` of the samples that are trained on. Raise RequestError without one."""
+        if not len(lengths):
             raise RequestError("no answer of the training split has two tokens; give more or longer tasks")
+        self._lengths, self._batch, self._seed = lengths, min(batch, len(lengths)), seed
+        self._epoch, self._batches = -1, list[npt.NDArray[np.int64]]()  # the last one that was asked for
 
     def step(self, number: int) -> npt.NDArray[np.int64]:
-        """Indices of step ``number``, from 0."""
-        epoch, at = divmod(number, max(1, len(self.lengths) // self.batch))
-        return _epoch(self.lengths.tobytes(), self.batch, self.seed, epoch)[at]
+        """Indices of step ``number``, from 0; those of an epoch's steps are all different."""
+        epoch, at = divmod(number, len(self._lengths) // self._batch)
+        if epoch != self._epoch:
+            self._epoch, self._batches = epoch, self._shuffled(np.random.default_rng([self._seed, epoch]))
+        return self._batches[at]
 
     def share(self, number: int, blocks: int) -> torch.Tensor:
         """Where the anchors of step ``number`` stand, [batch, blocks] in 0 .. 1."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        return torch.rand(min(self.batch, len(self.lengths)), blocks, generator=generator)
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
+        return torch.rand(self._batch, blocks, generator=generator)
+
+    def _shuffled(self, rng: np.random.Generator) -> list[npt.NDArray[np.int64]]:
+        """Batches of an epoch, each of samples that are about as long; the last samples of an epoch are left out."""
+        count, batch, made = len(self._lengths), self._batch, list[npt.NDArray[np.int64]]()
+        order = rng.permutation(count)[: count // batch * batch]  # now: behind the sort it were the longest
+        for first in range(0, len(order), batch * _POOL):
+            pool = order[first : first + batch * _POOL]
+            pool = pool[np.argsort(self._lengths[pool], kind="stable")]
+            made += [pool[i : i + batch] for i in range(0, len(pool), batch)]
+        return [made[i] for i in rng.permutation(len(made))]
 
 
 class BatchReader:
     """The batches of a training by number from 0; each is read while the one before it is learnt from."""
 
-    def __init__(self, shards: Shards, size: BatchSize, seed: int, *, pinned: bool = False) -> None:
+    def __init__(self, shards: Shards, run: TrainingRun, *, pinned: bool = False) -> None:
         """Raise RequestError without a sample to train on."""
-        self._order = Order(shards.lengths[shards.training], size.sequences, seed)
-        self._shards, self._size, self._pinned = shards, size, pinned
+        self._order = Order(shards.lengths[shards.training], run.sequences, run.seed)
+        self._shards, self._anchors, self._pinned = shards, run.anchors, pinned
         self._thread = ThreadPoolExecutor(1)
         self._ahead: dict[int, Future[Batch]] = {}
 
@@ -267,24 +272,4 @@ class BatchReader:
 
     def _read(self, number: int) -> Batch:
         indices = self._shards.training[self._order.step(number)]
-        return self._shards.batch(indices.tolist(), self._order.share(number, self._size.anchors), pinned=self._pinned)
-
-
-@lru_cache(4)
-def _epoch(lengths: bytes, batch: int, seed: int, epoch: int) -> list[npt.NDArray[np.int64]]:
-    return list(_batches(np.frombuffer(lengths, np.int64), batch, np.random.default_rng([seed, epoch])))
-
-
-def _batches(lengths: npt.NDArray[np.int64], batch: int, rng: np.random.Generator) -> Iterator[npt.NDArray[np.int64]]:
-    """Batches of an epoch, each of samples that are about as long; the last samples of an epoch are left out."""
-    batch, made = min(batch, len(lengths)), list[npt.NDArray[np.int64]]()
-    order = rng.permutation(len(lengths))[: len(lengths) // batch * batch]  # now: behind the sort it were the longest
-    for first in range(0, len(order), batch * _POOL):
-        pool = order[first : first + batch * _POOL]
-        pool = pool[np.argsort(lengths[pool], kind="stable")]
-        made += [pool[i : i + batch] for i in range(0, len(pool), batch)]
-    yield from (made[i] for i in rng.permutation(len(made)))
-
-
-def _digest(file: TensorFiles) -> str:
-    return bytes(file.array(_DIGEST)[1]).hex() if _DIGEST in file else ""
+        return self._shards.batch(indices.tolist(), self._order.share(number, self._anchors), pinned=self._pinned)

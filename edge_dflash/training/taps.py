@@ -26,8 +26,8 @@ from edge_dflash.errors import CheckpointError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import RmsNorm, SelectRows, StateOp
 from edge_dflash.model.program import Program
-from edge_dflash.model.specs import PairSpec
-from edge_dflash.training.forecast import shard_bytes
+from edge_dflash.model.specs import DrafterSpec, PairSpec
+from edge_dflash.training.drafter import drafter_spec
 from edge_dflash.training.shards import Sample, digest_of, parts_of, shard_done, shard_path, write_shard
 
 Bits = npt.NDArray[np.uint16]
@@ -48,13 +48,18 @@ class Tapper(Protocol):
         """Let go of the device."""
 
 
-def tap_program(pair: PairSpec, *, last: bool) -> Program:
-    """The part of the prefill pass that makes the taps and, if wanted, every row of what the head reads.
+def tap_rows(drafter: DrafterSpec) -> int:
+    """Rows of the target's width that are kept of a token: its taps, and what the head reads where DSpark learns it."""
+    return len(drafter.target_layer_ids) + drafter.anchor_drafts
 
-    Raises RequestError for a pair without a drafter.
-    """
-    if pair.drafter is None:
-        raise RequestError("the pair has no drafter, so nothing says which layers are tapped; give --drafter")
+
+def shard_bytes(pair: PairSpec, tokens: int) -> int:
+    """Bytes on the disk of ``tokens``: an id (4 bytes) and BF16 rows."""
+    return tokens * (4 + tap_rows(drafter_spec(pair)) * pair.target.hidden_size * 2)
+
+
+def tap_program(pair: PairSpec, *, last: bool) -> Program:
+    """The part of the prefill pass that makes the taps and, if wanted, every row of what the head reads."""
     program = pair_programs(pair).prefill
     ops = [op for op in program.ops if not (isinstance(op, StateOp) and op.state.startswith("drafter."))]
     outputs = {"taps": program.outputs["taps"]}
@@ -114,7 +119,7 @@ def write_taps(
     Tokens a second are 0 where none was missing. A damaged shard is said, and made again. Raises RequestError for a
     sample that does not fit the context.
     """
-    most, last = bundle.manifest.max_context, needs_last(bundle.pair)
+    most, last = bundle.manifest.max_context, drafter_spec(bundle.pair).anchor_drafts
     if (longest := max((len(one.ids) for one in samples), default=0)) > most:
         raise RequestError(f"a prompt and its answer have {longest} tokens, the bundle holds {most}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,11 +153,6 @@ def _done(path: Path, digest: str, say: Callable[[str], None]) -> bool:
     except CheckpointError as error:
         say(f"{error}; its taps are made again")
         return False
-
-
-def needs_last(pair: PairSpec) -> bool:
-    """Whether the drafter learns the target's distribution."""
-    return pair.drafter is not None and pair.drafter.anchor_drafts
 
 
 def _bits(rows: torch.Tensor) -> Bits:

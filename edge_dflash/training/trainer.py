@@ -15,9 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +28,6 @@ from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.errors import BackendError, CheckpointError, RequestError
 from edge_dflash.training.drafter import BlockDrafter
 from edge_dflash.training.evaluate import accepted
-from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.losses import Borrowed, block_loss, drafts
 from edge_dflash.training.shards import (
     SUM,
@@ -43,7 +40,7 @@ from edge_dflash.training.shards import (
     write_sums,
     writing,
 )
-from edge_dflash.training.workdir import CHECKPOINT
+from edge_dflash.training.workdir import CHECKPOINT, TrainingRun, TrainingState
 
 MOST = 64  # answers that are walked
 
@@ -81,63 +78,11 @@ def walk_answers(
 
 STAGE = "training"
 WARM_UP, LAST_RATE = 0.04, 0.02  # part of the steps; of the peak learning rate, at the end of the cosine
+WEIGHT_DECAY = 0.05  # of matrices
 PROBED = 8  # steps whose times are kept
 LEAST_STEPS = 20  # however few the minutes are
 SHARE = 20  # times that a checkpoint takes, at least, lie between two
 BEST = "best-"  # and the number of the step, of files of weights
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """Everything that decides a training, besides what it reads."""
-
-    steps: int = 0  # 0: as many as the minutes hold
-    minutes: float = 0.0
-    batch: BatchSize = field(default_factory=lambda: BatchSize(8, 1, 16))  # its tokens are those of the answers
-    rate: float = 1e-3  # learning rate at its peak
-    weight_decay: float = 0.05
-    quantized_part: float = 0.5  # of the steps, at the end: with weights and keys rounded as in a bundle
-    checks: int = 10  # of the held-out split
-    patience: int = 4  # checks of the rounded part without a better one that end it; 0: it runs to its end
-    seconds: float = 15.0  # between checkpoints, at least
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raise RequestError unless either steps or minutes are given."""
-        if (self.steps > 0) == (self.minutes > 0):
-            raise RequestError(f"{self.steps} steps and {self.minutes:g} minutes; give one of --steps and --minutes")
-
-
-@dataclass
-class TrainingState:
-    """How far a training is."""
-
-    step: int = 0
-    seconds: float = 0.0  # of training, checks and checkpoints included
-    times: list[float] = field(default_factory=list)  # seconds of each of the first PROBED steps
-    since_best: int = 0  # checks
-    best: float = 0.0  # accept length
-    best_step: int = 0
-    ended: bool = False
-    sums: list[float] = field(default_factory=list)  # losses since the last check
-    losses: list[tuple[int, float]] = field(default_factory=list)  # step, mean since the one before
-    lengths: list[tuple[int, float]] = field(default_factory=list)  # step, accept length on the held-out split
-
-    @property
-    def step_seconds(self) -> float:
-        """Mean of a step; of each half of the times, which may differ in the rounding, the later half counts."""
-        half = len(self.times) // 2
-        kept = [self.times[i] for i in range(2 * half) if i % half >= half // 2] if half else self.times
-        return sum(kept) / max(1, len(kept))
-
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return asdict(self)
-
-    def load_state_dict(self, found: dict[str, Any]) -> None:
-        """Of a checkpoint."""
-        for name, value in found.items():
-            setattr(self, name, value)
 
 
 def learning_rate(part: float, peak: float) -> float:
@@ -155,30 +100,30 @@ class Trainer:
         drafter: BlockDrafter,
         borrowed: Borrowed,
         shards: Shards,
-        plan: TrainingPlan,
+        run: TrainingRun,
         folder: Path,
         *,
         device: str = "cpu",
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._plan, self._shards, self._folder, self._device, self._log = plan, shards, folder, device, log
+        self._run, self._shards, self._folder, self._device, self._log = run, shards, folder, device, log
         self._borrowed, self._state, self._saving = borrowed, TrainingState(), 0.0  # seconds of the last checkpoint
         gpu = device != "cpu"
         self._accelerator = Accelerator(
             cpu=not gpu,
             mixed_precision="bf16" if gpu else "no",
-            gradient_accumulation_steps=plan.batch.accumulate,
+            gradient_accumulation_steps=run.accumulate,
         )
         trained = [p for p in drafter.parameters() if p.requires_grad]
         groups = [
-            {"params": [p for p in trained if p.ndim == 2], "weight_decay": plan.weight_decay},
+            {"params": [p for p in trained if p.ndim == 2], "weight_decay": WEIGHT_DECAY},
             {"params": [p for p in trained if p.ndim != 2], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.95), fused=gpu)
+        optimizer = torch.optim.AdamW(groups, lr=run.peak, betas=(0.9, 0.95), fused=gpu)
         self._drafter: BlockDrafter
         self._drafter, self._optimizer = self._accelerator.prepare(drafter, optimizer)
         self._accelerator.register_for_checkpointing(self._state)
-        self._reader = BatchReader(shards, plan.batch, plan.seed, pinned=gpu)
+        self._reader = BatchReader(shards, run, pinned=gpu)
         heldout = shards.heldout if len(shards.heldout) else shards.training
         self._heldout = [int(i) for i in heldout[np.linspace(0, len(heldout) - 1, min(MOST, len(heldout))).astype(int)]]
 
@@ -190,18 +135,17 @@ class Trainer:
         small = self._device == "cpu" and self._drafter.spec.hidden_size <= SMALL_MODEL
         try:
             with one_thread() if small else nullcontext():
-                return self._run(progress)
+                return self._train(progress)
         except torch.OutOfMemoryError:
-            size = self._plan.batch
+            run, longest = self._run, self._shards.lengths.max()
             raise BackendError(
-                f"the GPU has no room for {size.sequences} answers of up to {self._shards.lengths.max()} tokens with "
-                f"{size.anchors} blocks each; give fewer --sequences or --anchors and more --accumulate: answers and "
-                "taps are kept"
+                f"the GPU has no room for {run.sequences} answers of up to {longest} tokens with {run.anchors} blocks "
+                "each; give fewer --sequences or --anchors and more --accumulate: answers and taps are kept"
             ) from None
 
-    def _run(self, progress: Progress) -> TrainingState:
+    def _train(self, progress: Progress) -> TrainingState:
         self._folder.mkdir(parents=True, exist_ok=True)
-        state, plan = self._state, self._plan
+        state, run = self._state, self._run
         if (kept := self._newest()) is not None:
             if (damaged := damaged_file(kept)) is not None:
                 raise RequestError(_again(f"{damaged} is damaged", self._folder))
@@ -222,30 +166,29 @@ class Trainer:
             if len(state.times) < PROBED:
                 state.times.append(now - since)
             part = self._part()
-            total = plan.steps or 1000
-            progress(STAGE, state.step if plan.steps else round(total * part), total)
-            if part >= 1 or int(part * plan.checks) > int(before * plan.checks):
+            progress(STAGE, state.step if run.steps else round(1000 * part), run.steps or 1000)
+            if part >= 1 or int(part * run.checks) > int(before * run.checks):
                 state.losses.append((state.step, round(sum(state.sums) / len(state.sums), 5)))
                 state.sums.clear()
                 self._check(counts=self._drafter.quantized)
-                tired = 0 < plan.patience <= state.since_best
+                tired = 0 < run.patience <= state.since_best
                 state.ended = part >= 1 or tired
                 if tired and part < 1:
                     self._log(f"{state.since_best} checks without a better accept length end the training (--patience)")
-            if state.ended or time.perf_counter() - saved >= max(plan.seconds, SHARE * self._saving):
+            if state.ended or time.perf_counter() - saved >= max(run.pause, SHARE * self._saving):
                 since = time.perf_counter()
                 self._save()
                 saved = time.perf_counter()
                 self._saving = saved - since
-        progress(STAGE, total := plan.steps or 1000, total)
+        progress(STAGE, total := run.steps or 1000, total)
         return state
 
     def _part(self, more: int = 0) -> float:
         """How much of the training is done, 0 to 1, behind so many more steps."""
-        state, plan = self._state, self._plan
-        if plan.steps:
-            return (state.step + more) / plan.steps
-        return min(1.0, state.seconds / (60 * plan.minutes), (state.step + more) / LEAST_STEPS)
+        state, run = self._state, self._run
+        if run.steps:
+            return (state.step + more) / run.steps
+        return min(1.0, state.seconds / (60 * run.minutes), (state.step + more) / LEAST_STEPS)
 
     def close(self) -> None:
         """Let go of the device's memory."""
@@ -257,12 +200,12 @@ class Trainer:
 
     def _step(self, part: float) -> float:
         """One step of the optimizer; the mean loss of its passes."""
-        plan, state, total = self._plan, self._state, 0.0
-        self._drafter.quantized = part >= 1 - plan.quantized_part
+        run, state, total = self._run, self._state, 0.0
+        self._drafter.quantized = part >= 1 - run.rounded
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._part(1), plan.rate)
-        for number in range(plan.batch.accumulate):
-            batch = self._reader.batch(state.step * plan.batch.accumulate + number).to(self._device)
+            group["lr"] = learning_rate(self._part(1), run.peak)
+        for number in range(run.accumulate):
+            batch = self._reader.batch(state.step * run.accumulate + number).to(self._device)
             with self._accelerator.accumulate(self._drafter):
                 with self._accelerator.autocast():
                     loss = block_loss(self._drafter, self._borrowed, batch)
@@ -275,9 +218,9 @@ class Trainer:
         if not math.isfinite(total):
             raise RequestError(
                 f"the loss of step {state.step + 1} is {total}; remove {self._folder} and give a --rate below "
-                f"{plan.rate:g}: answers and taps are kept"
+                f"{run.peak:g}: answers and taps are kept"
             )
-        return total / plan.batch.accumulate
+        return total / run.accumulate
 
     def _check(self, *, counts: bool) -> None:
         """Accept length on the held-out split, as a bundle holds the weights; the best ones are kept.
@@ -287,7 +230,7 @@ class Trainer:
         state, self._drafter.quantized = self._state, True
         with self._accelerator.autocast():
             walked = walk_answers(
-                self._drafter, self._borrowed, self._shards, self._heldout, self._device, self._plan.batch.sequences
+                self._drafter, self._borrowed, self._shards, self._heldout, self._device, self._run.sequences
             )
         self._drafter.forget_rounded()
         length = accepted(walked).mean

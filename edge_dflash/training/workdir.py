@@ -1,4 +1,4 @@
-"""Where a training keeps what is done, and what decides it: the same command goes on where a kill stopped it."""
+"""What decides a training, how far it is, and where it keeps what is done: the same command goes on after a kill."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fcntl
 import json
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,14 +14,15 @@ from typing import Any
 from edge_dflash.builder.card import CARD
 from edge_dflash.bundle.manifest import MANIFEST
 from edge_dflash.bundle.parts import building_path
-from edge_dflash.common.files import is_there
+from edge_dflash.common.files import is_there, write_whole
 from edge_dflash.common.rules import refuse_nul
 from edge_dflash.errors import RequestError
-from edge_dflash.training.forecast import BatchSize
 
 RUN, DONE = "run.json", "done.json"
 CHECKPOINT = "checkpoint-"  # and the number of the step, of folders in the folder of the training
+RATE, SCRATCH_RATE = 3e-4, 1e-3  # peak learning rates
 _OF_BUNDLE = ("target", "drafter", "arch", "recipe", "max_context", "mask_token", "seed")  # what the first bundle is of
+_OF_ANSWERS = ("data", "sampled", "temperature", "new_tokens", "prompts", "heldout", "evaluated", "plain")
 _OF_STEPS = ("steps", "minutes", "sequences", "anchors", "accumulate", "rate", "patience")  # what no answer depends on
 
 
@@ -50,9 +51,12 @@ class TrainingRun:
     anchors: int = 16  # blocks of each
     accumulate: int = 1  # passes of a step
     rate: float | None = None  # peak learning rate; None: 3e-4, from scratch 1e-3
-    patience: int = 4
+    patience: int = 4  # checks of the rounded part without a better one that end it; 0: it runs to its end
     disk: float = 50.0  # GB of taps, at most
     seed: int = 0
+    rounded: float = 0.5  # part of the steps, at the end: with weights and keys rounded as in a bundle
+    checks: int = 10  # of the held-out split
+    pause: float = 15.0  # seconds between checkpoints, at least
 
     @property
     def begins(self) -> bool:
@@ -60,14 +64,44 @@ class TrainingRun:
         return self.drafter is not None and any(self.drafter.glob("*.safetensors"))
 
     @property
-    def batch(self) -> BatchSize:
-        """One pass of a step; its tokens are those of the answers."""
-        return BatchSize(self.sequences, 1, self.anchors, self.accumulate)
+    def peak(self) -> float:
+        """Peak learning rate."""
+        return self.rate if self.rate is not None else RATE if self.begins else SCRATCH_RATE
 
     def to_json(self) -> dict[str, Any]:
-        """For run.json: how much disk it may take is no part of what it is."""
-        body = {name: _plain(value) for name, value in asdict(self).items()}
-        return {name: value for name, value in body.items() if name not in ("output", "disk")}
+        """For run.json: what may not change while what came of it is kept."""
+        return {name: _plain(getattr(self, name)) for name in (*_OF_BUNDLE, *_OF_ANSWERS, *_OF_STEPS)}
+
+
+@dataclass
+class TrainingState:
+    """How far the steps of a training are."""
+
+    step: int = 0
+    seconds: float = 0.0  # of training, checks and checkpoints included
+    times: list[float] = field(default_factory=list)  # seconds of each of the first steps
+    since_best: int = 0  # checks
+    best: float = 0.0  # accept length
+    best_step: int = 0
+    ended: bool = False
+    sums: list[float] = field(default_factory=list)  # losses since the last check
+    losses: list[tuple[int, float]] = field(default_factory=list)  # step, mean since the one before
+    lengths: list[tuple[int, float]] = field(default_factory=list)  # step, accept length on the held-out split
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean of a step; of each half of the times, which may differ in the rounding, the later half counts."""
+        half = len(self.times) // 2
+        kept = [self.times[i] for i in range(2 * half) if i % half >= half // 2] if half else self.times
+        return sum(kept) / max(1, len(kept))
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return asdict(self)
+
+    def load_state_dict(self, found: dict[str, Any]) -> None:
+        """Of a checkpoint."""
+        vars(self).update(found)
 
 
 class TrainingDir:
@@ -114,9 +148,7 @@ class TrainingDir:
 
     def write(self, path: Path, body: dict[str, Any]) -> None:
         """Leave a JSON object, whole or not at all."""
-        half = path.with_suffix(".part")
-        half.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-        half.replace(path)
+        write_whole(path, json.dumps(body, indent=1).encode() + b"\n")
 
     @property
     def done(self) -> Path | None:
@@ -164,28 +196,25 @@ class TrainingDir:
             raise RequestError(
                 f"another process trains in {run.output}; wait for it, or give another --output"
             ) from None
-        path, body = self.root / RUN, run.to_json()
-        found = self.read(path)
+        body, found = run.to_json(), self.read(self.root / RUN)
         if not (is_there(self.before / MANIFEST) or self.answers(0).exists() or self.done):
             # nothing is made yet that another training could not make
             if any(found.get(name) != body[name] for name in _OF_BUNDLE):
                 shutil.rmtree(self.start, ignore_errors=True)
             found = {}
-        names = [name for name in body if name in _OF_BUNDLE or not (dry or found.get("dry"))]
-        if self.done is None and not self.has_steps:
-            names = [name for name in names if name not in _OF_STEPS]
-        if found and (other := [name for name in names if found.get(name) != body[name]]):
-            name, gone = next((name for name in other if name not in _OF_STEPS), other[0]), self.gone
+        fixed: tuple[str, ...] = _OF_BUNDLE
+        if not (dry or found.get("dry")):
+            fixed += _OF_ANSWERS + (_OF_STEPS if self.done or self.has_steps else ())
+        if other := [name for name in fixed if found and found.get(name) != body[name]]:
+            gone, name = self.gone, other[0]
             if name in _OF_STEPS:
-                gone = (
-                    f"remove {self.training if self.done is None else self.root / DONE} to train again with its answers"
-                )
+                gone = f"remove {self.root / DONE if self.done else self.training} to train again with its answers"
             raise RequestError(
                 f"{self.root} is of a training with --{name.replace('_', '-')} {_said(found.get(name))}, now it is "
                 f"{_said(body[name])}; give the same, another --output, or {gone}"
             )
         if not (found and dry):
-            self.write(path, {**body, "dry": dry})
+            self.write(self.root / RUN, {**body, "dry": dry})
 
 
 def _check_output(run: TrainingRun) -> None:

@@ -18,15 +18,16 @@ import torch
 
 from edge_dflash.model.registry import read_pair
 from edge_dflash.training.drafter import BlockDrafter
-from edge_dflash.training.forecast import BatchSize, drafter_parameters, training_bytes
+from edge_dflash.training.forecast import drafter_parameters, training_bytes
 from edge_dflash.training.losses import Borrowed
 from edge_dflash.training.shards import Sample, Shards, digest_of, shard_path, write_shard
 from edge_dflash.training.start import random_weights
-from edge_dflash.training.trainer import PROBED, Trainer, TrainingPlan
+from edge_dflash.training.trainer import PROBED, Trainer
+from edge_dflash.training.workdir import TrainingRun
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TOKENS, SAMPLES = 1024, 12
-BATCHES = (BatchSize(4, TOKENS, 16), BatchSize(1, TOKENS, 32, accumulate=2))
+BATCHES = ((4, 16, 1), (1, 32, 2))  # sequences, anchors, passes of a step
 
 
 def shards(pair, folder):
@@ -53,8 +54,11 @@ def bench(pair, batch, steps, device):
         kind = torch.bfloat16 if device == "cuda" else torch.float32
         embedding = torch.randn(size, device=device, dtype=kind)
         lent = Borrowed(embedding, torch.randn(size, device=device, dtype=kind))
-        plan = TrainingPlan(steps=steps, batch=batch, checks=1, patience=0, seconds=1e9, quantized_part=1.0)
-        trainer = Trainer(drafter, lent, data, plan, folder / "run", device=device)
+        sizes = dict(zip(("sequences", "anchors", "accumulate"), batch, strict=True))
+        run = TrainingRun(
+            *(folder, (), folder), **sizes, steps=steps, rate=1e-3, checks=1, patience=0, pause=1e9, rounded=1.0
+        )
+        trainer = Trainer(drafter, lent, data, run, folder / "run", device=device)
         trainer._check = trainer._save = lambda: None  # the steps alone
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -68,20 +72,20 @@ def bench(pair, batch, steps, device):
         rest = (time.perf_counter() - began[0]) / (steps - PROBED)
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
         reserved = torch.cuda.max_memory_reserved() if device == "cuda" else 0
-    told = training_bytes(pair, batch, mixed=device == "cuda")
-    needed = told.total - told.spare
+    told = training_bytes(pair, run, TOKENS, mixed=device == "cuda")
+    needed = told["total"] - told["spare"]
     return {
-        "batch": [batch.sequences, batch.tokens, batch.anchors, batch.accumulate],
+        "batch": [run.sequences, TOKENS, run.anchors, run.accumulate],
         "parameters": drafter_parameters(pair),
         "told_bytes": needed,
-        "told_with_spare": told.total,
+        "told_with_spare": told["total"],
         "peak_bytes": peak,
         "reserved_bytes": reserved,
         "told_over_peak": needed / peak if peak else None,
         "told_step_s": state.step_seconds,
         "step_s": rest,
         "told_over_step": state.step_seconds / rest,
-        "rows_s": batch.sequences * batch.accumulate * batch.anchors * pair.drafter.block_size / rest,
+        "rows_s": run.sequences * run.accumulate * run.anchors * pair.drafter.block_size / rest,
     }
 
 

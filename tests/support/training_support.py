@@ -1,16 +1,17 @@
 """A small pair with taps of random answers, and the golden pairs' drafters, for tests of the training."""
 
+from pathlib import Path
+
 import numpy as np
 from golden_pairs import backend, pair, store
 
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.model import pair_programs
 from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter, drafter_weights
-from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.losses import Borrowed
 from edge_dflash.training.shards import Sample, Shards
 from edge_dflash.training.taps import write_taps
-from edge_dflash.training.trainer import TrainingPlan
+from edge_dflash.training.workdir import TrainingRun
 from edge_dflash.weights.quantize import dequantize
 
 
@@ -60,4 +61,5 @@ def taps_of(name, ids):
 
 
 def plan(**changes):
-    return TrainingPlan(**{"batch": BatchSize(4, 1, 4), "rate": 3e-3, "checks": 4, **changes})
+    """A run of which the steps alone matter."""
+    return TrainingRun(Path(), (), Path(), **{"sequences": 4, "anchors": 4, "rate": 3e-3, "checks": 4, **changes})

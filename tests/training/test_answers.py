@@ -17,7 +17,7 @@ from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.training.answers import make_answers, prompt_ids, read_answers
-from edge_dflash.training.data import read_data, read_tasks
+from edge_dflash.training.data import read_mixture, read_tasks
 
 TEXT_SHAPE = dataclasses.replace(SHAPE, vocab_size=258, max_context=256, mask_token_id=257)
 SCHEMA = {
@@ -34,7 +34,7 @@ import {module} as here
 from pathlib import Path
 folder = Path(sys.argv[1])
 with here.opened(folder, here.Slow()) as planner:
-    here.asked(planner, here.read_data(folder / "plans.jsonl"), folder / "killed.jsonl")
+    here.asked(planner, here.read_mixture([folder / "plans.jsonl"])[0], folder / "killed.jsonl")
 """
 
 
@@ -77,7 +77,7 @@ def planner(tmp_path):
 
 @pytest.fixture
 def data(tmp_path):
-    return read_data(written(tmp_path))
+    return read_mixture([written(tmp_path)])[0]
 
 
 def test_training_tasks_are_answered_greedily_and_drawn_heldout_ones_greedily(planner, data, tmp_path):
@@ -148,7 +148,7 @@ def test_the_end_of_the_context_cuts_answers_and_leaves_out_longer_prompts(plann
 
 def test_prompts_that_all_leave_no_room_are_told(planner, tmp_path):
     long = "go " * planner.shape.usable_context
-    data = read_data(written(tmp_path, [{"prompt": long + str(i)} for i in range(3)]))
+    data = read_mixture([written(tmp_path, [{"prompt": long + str(i)} for i in range(3)])])[0]
     with pytest.raises(RequestError, match=r"no prompt of .* leaves room .* \d+ tokens of context"):
         asked(planner, data, tmp_path / "a.jsonl", new_tokens=4)
 
@@ -216,7 +216,7 @@ def test_what_is_there_is_not_asked_again(data, tmp_path):
 def test_answers_to_other_data_are_refused_and_stay(planner, data, tmp_path):
     asked(planner, data, tmp_path / "a.jsonl")
     body = (tmp_path / "a.jsonl").read_bytes()
-    changed = read_data(written(tmp_path, [*lines(), {"prompt": "one more"}]))
+    changed = read_mixture([written(tmp_path, [*lines(), {"prompt": "one more"}])])[0]
     with pytest.raises(RequestError, match="has answers to other data"):
         asked(planner, changed, tmp_path / "a.jsonl")
     assert (tmp_path / "a.jsonl").read_bytes() == body

@@ -9,10 +9,8 @@ from cli_support import PAIR
 
 from edge_dflash.builder.card import CardCheck, CardLengths
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.training.card import card_of, warnings
-from edge_dflash.training.evaluate import Measure
-from edge_dflash.training.trainer import TrainingState
-from edge_dflash.training.workdir import TrainingRun
+from edge_dflash.training.evaluate import Measure, card_of, warnings
+from edge_dflash.training.workdir import TrainingRun, TrainingState
 
 CHECKS = (CardCheck((1, 2), (3, 4)),)
 

@@ -7,10 +7,14 @@ import random
 import pytest
 
 from edge_dflash.errors import RequestError
-from edge_dflash.training.data import MOST_LINE, TrainingTask, read_data, read_mixture, read_tasks, spread
+from edge_dflash.training.data import MOST_LINE, TrainingTask, read_mixture, read_tasks, spread
 
 SCHEMA = {"type": "object", "properties": {"do": {"enum": ["a", "b"]}}, "required": ["do"]}
 TOOL = {"type": "function", "function": {"name": "move", "parameters": {"type": "object"}}}
+
+
+def read_data(path, **options):
+    return read_mixture([path], **options)[0]
 
 
 def said(text):

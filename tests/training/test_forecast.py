@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 import torch
+from training_support import plan
 
 from edge_dflash.bench.random_pair import synthetic_pair
 from edge_dflash.common.files import directory
@@ -16,21 +17,21 @@ from edge_dflash.model.specs import PairSpec
 from edge_dflash.training.drafter import BlockDrafter
 from edge_dflash.training.forecast import (
     FLOAT,
-    BatchSize,
+    Forecast,
     activation_bytes,
     drafter_parameters,
-    forecast,
     gigabytes,
     logit_tensors,
     memory_warning,
-    shard_bytes,
     training_bytes,
+    training_files,
 )
 from edge_dflash.training.losses import Batch, Borrowed, block_loss
 from edge_dflash.training.start import random_weights
+from edge_dflash.training.taps import shard_bytes
 
 GB = 10**9
-BATCH = BatchSize(sequences=2, tokens=160, anchors=4)
+RUN, TOKENS = plan(sequences=2, anchors=4), 160
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +49,12 @@ def test_parameters_gradients_and_moments_are_what_torch_allocates(demo):
     optimizer = torch.optim.AdamW(model.parameters())
     sum(parameter.sum() for parameter in model).backward()
     optimizer.step()
-    told = training_bytes(demo, BATCH, mixed=False)
+    told = training_bytes(demo, RUN, TOKENS, mixed=False)
     held = list(model)
-    assert told.parameters == sum(p.nbytes for p in held) == FLOAT * sum(map(prod, shapes))
-    assert told.gradients == sum(p.grad.nbytes for p in held)
+    assert told["parameters"] == sum(p.nbytes for p in held) == FLOAT * sum(map(prod, shapes))
+    assert told["gradients"] == sum(p.grad.nbytes for p in held)
     moments = [x for state in optimizer.state.values() for x in state.values() if x.numel() > 1]
-    assert close(told.moments, sum(x.nbytes for x in moments))
+    assert close(told["moments"], sum(x.nbytes for x in moments))
 
 
 def test_parameters_are_those_of_the_module_that_is_trained(demo):
@@ -61,14 +62,14 @@ def test_parameters_are_those_of_the_module_that_is_trained(demo):
     assert drafter_parameters(demo) == sum(p.numel() for p in module.parameters())
 
 
-def kept_by_autograd(pair: PairSpec, batch: BatchSize) -> int:
+def kept_by_autograd(pair: PairSpec, sequences: int, tokens: int, count: int) -> int:
     """Bytes of the storages that a forward pass keeps, without parameters and what it is given."""
     torch.manual_seed(0)
     drafter, target = BlockDrafter(pair, random_weights(pair)), pair.target
     embedding = torch.randn(target.vocab_size, target.hidden_size)
-    taps = torch.randn(batch.sequences, batch.tokens, len(pair.drafter.target_layer_ids) * target.hidden_size)
-    anchors = torch.randint(4, batch.tokens - 20, (batch.sequences, batch.anchors))
-    first = torch.randint(0, target.vocab_size, (batch.sequences, batch.anchors))
+    taps = torch.randn(sequences, tokens, len(pair.drafter.target_layer_ids) * target.hidden_size)
+    anchors = torch.randint(4, tokens - 20, (sequences, count))
+    first = torch.randint(0, target.vocab_size, (sequences, count))
     given = {tensor.untyped_storage().data_ptr() for tensor in (embedding, taps, *drafter.parameters())}
     kept: dict[int, torch.Tensor] = {}
 
@@ -86,10 +87,10 @@ def kept_by_autograd(pair: PairSpec, batch: BatchSize) -> int:
 @pytest.mark.parametrize(
     ("sizes", "batch"),
     [
-        ({}, BATCH),
-        ({}, BatchSize(1, 448, 16)),
-        ({"hidden_size": 64, "intermediate_size": 512, "heads": 8, "head_dim": 32}, BATCH),
-        ({"hidden_size": 512, "block_size": 8, "layers": 1}, BatchSize(3, 100, 8)),
+        ({}, (2, 160, 4)),
+        ({}, (1, 448, 16)),
+        ({"hidden_size": 64, "intermediate_size": 512, "heads": 8, "head_dim": 32}, (2, 160, 4)),
+        ({"hidden_size": 512, "block_size": 8, "layers": 1}, (3, 100, 8)),
     ],
 )
 def test_activations_are_what_autograd_keeps(demo, sizes, batch):
@@ -110,7 +111,9 @@ def test_activations_are_what_autograd_keeps(demo, sizes, batch):
         layers=spec.layers[: sizes.get("layers", 3)],
     )
     pair = PairSpec(replace(demo.target, hidden_size=hidden), spec)
-    assert close(activation_bytes(spec, batch, FLOAT), kept_by_autograd(pair, batch))
+    sequences, tokens, anchors = batch
+    told = activation_bytes(spec, plan(sequences=sequences, anchors=anchors), tokens, FLOAT)
+    assert close(told, kept_by_autograd(pair, *batch))
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
@@ -139,63 +142,56 @@ def test_logits_are_what_the_loss_keeps_of_their_size(kind):
     assert found / size + 1 <= logit_tensors(pair) <= found / size + 2
 
 
+def forecast(pair, run, tokens, **more):
+    """What a dry run makes of answers that have 1,024 tokens with their prompts at most."""
+    memory = training_bytes(pair, run, 1024)
+    found = {"device": 80 * GB, "seconds": {"answers": 180.0, "training": 7200.0}, **more}
+    files = training_files(pair, 18 * GB)
+    return Forecast(drafter_parameters(pair), memory, disk=shard_bytes(pair, tokens), files=files, **found)
+
+
 def test_the_drafter_of_27b_fits_a_gpu_of_80_gb():
     pair = synthetic_pair("qwen3.6-27b")
     assert 1.6e9 < drafter_parameters(pair) < 1.8e9
-    told = forecast(
-        pair,
-        BatchSize(sequences=1, tokens=2048, anchors=64, accumulate=16),
-        tokens=20_000 * 800,
-        stages={"answers": 3.5, "training": 2.0},
-        device=80 * GB,
-        bundle=18 * GB,
-    )
-    assert told.memory.total < 80 * GB
+    run = plan(sequences=1, anchors=64, accumulate=16)
+    told = forecast(pair, run, 20_000 * 800)
+    assert training_bytes(pair, run, 2048)["total"] < 80 * GB
     assert not any("warning" in line for line in told.lines)
     assert "needs about" in memory_warning(told.memory, 24 * GB)
-    assert 27 * GB < told.memory.parameters + told.memory.gradients + told.memory.moments < 28 * GB
-    assert told.hours == 5.5
+    assert any("needs about" in line for line in replace(told, device=24 * GB).lines)
+    assert 27 * GB < sum(told.memory[name] for name in ("parameters", "gradients", "moments")) < 28 * GB
+    assert told.to_json()["hours"] == 2.05
     assert told.disk == 20_000 * 800 * (4 + 5 * 5120 * 2)
     assert told.files == 18 * GB + told.parameters * (2 * (4 + 2 * 4) + 2 * 4 + 2 * 2)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-4b", "qwen3-8b", "qwen3.8-27b-dflash2", "qwen3.8-27b-dspark"])
 def test_every_kind_is_forecast(name):
-    told = forecast(synthetic_pair(name), BATCH, tokens=100, stages={"answers": None, "training": 1.0})
-    assert told.memory.total < 80 * GB
-    assert told.hours is None
-    assert "not measured" in told.lines[-1]
-    assert told.to_json()["memory"]["total"] == told.memory.total
+    assert 0 < training_bytes(synthetic_pair(name), RUN, TOKENS)["total"] < 80 * GB
 
 
 def test_the_dimensions_of_qwen3_4b_are_forecast():
     published = synthetic_pair("qwen3-8b")
     target = replace(published.target, hidden_size=2560, intermediate_size=9728, tied=True)
     drafter = replace(published.drafter, hidden_size=2560, intermediate_size=9728)
-    told = training_bytes(PairSpec(target, drafter), BatchSize(sequences=8, tokens=1024, anchors=16))
-    assert 8 * GB < told.parameters + told.gradients + told.moments < 9 * GB
-    assert told.frozen == 2 * 151936 * 2560 * 2
-    assert told.total < 80 * GB
+    told = training_bytes(PairSpec(target, drafter), plan(sequences=8, anchors=16), 1024)
+    assert 8 * GB < told["parameters"] + told["gradients"] + told["moments"] < 9 * GB
+    assert told["frozen"] == 2 * 151936 * 2560 * 2
+    assert told["total"] < 80 * GB
 
 
 def test_more_of_anything_takes_more(demo):
-    base = training_bytes(demo, BATCH).total
-    for more in ({"sequences": 4}, {"tokens": 320}, {"anchors": 8}):
-        assert training_bytes(demo, replace(BATCH, **more)).total > base
-    twice, often = (training_bytes(demo, replace(BATCH, accumulate=count)) for count in (2, 9))
-    assert twice.total == often.total  # gradients wait for the next pass, and have a place of their own
-    assert close(twice.total - base, training_bytes(demo, BATCH).reused, 0.1)
+    def total(tokens=TOKENS, **more):
+        return training_bytes(demo, replace(RUN, **more), tokens)["total"]
+
+    assert min(total(sequences=4), total(tokens=320), total(anchors=8)) > total()
+    assert total(accumulate=2) == total(accumulate=9)  # gradients wait for the next pass, and have their own place
+    assert close(total(accumulate=2) - total(), training_bytes(demo, RUN, TOKENS)["reused"], 0.1)
 
 
 def test_shards_of_dspark_hold_the_last_rows_too():
     pair = synthetic_pair("qwen3-8b-dspark")
     assert shard_bytes(pair, 10) == 10 * (4 + 6 * 4096 * 2)
-
-
-@pytest.mark.parametrize("name", ["sequences", "tokens", "anchors", "accumulate"])
-def test_a_size_below_one_is_refused(name):
-    with pytest.raises(RequestError, match=f"{name} of a training batch is 0"):
-        replace(BATCH, **{name: 0})
 
 
 def test_a_pair_without_a_drafter_is_refused(demo):
@@ -205,5 +201,4 @@ def test_a_pair_without_a_drafter_is_refused(demo):
 
 def test_sizes_and_times_are_told_in_units_that_fit(demo):
     assert [gigabytes(size) for size in (697_700, 45_600_000, 1_234_000_000)] == ["697.7 kB", "45.6 MB", "1.23 GB"]
-    told = forecast(demo, BATCH, tokens=3600, stages={"answers": 0.05, "training": 2.0})
-    assert told.lines[-1] == "time at most: 2.0 h (answers 3.0 min, training 2.0 h)"
+    assert forecast(demo, RUN, 3600).lines[-1] == "time at most: 2.0 h (answers 3 min, training 2.0 h)"

@@ -14,14 +14,12 @@ from safetensors import SafetensorError
 from edge_dflash.builder import record
 from edge_dflash.builder.card import read_card
 from edge_dflash.bundle.manifest import MANIFEST, dump_manifest
-from edge_dflash.common.progress import unheard
 from edge_dflash.demo.tasks import MODELS
 from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError, RequestError
 from edge_dflash.model.registry import read_drafter_spec
-from edge_dflash.training import dryrun
 from edge_dflash.training import run as stages
-from edge_dflash.training.outlook import AnswerPace, Outlook
-from edge_dflash.training.run import train_drafter
+from edge_dflash.training.forecast import Outlook
+from edge_dflash.training.run import Training, dry_run, train_drafter
 from edge_dflash.training.start import same_files
 from edge_dflash.training.workdir import TrainingDir, TrainingRun
 
@@ -171,15 +169,15 @@ def test_a_start_that_a_kill_tore_is_made_again(given, tmp_path, monkeypatch):
     copies[0].write_bytes(b"half")  # what a kill leaves
     with TrainingDir(run) as work:
         assert not work.start.exists()
-        monkeypatch.setattr(stages, "_bundle", lambda *parts: None)
+        monkeypatch.setattr(Training, "_build", lambda *parts: ())
         with pytest.raises(BundleError):  # there is none
-            stages.before(stages.TrainingStage(run, work, unheard, print, "cpu"))
+            Training(run, work).before()
         for file in (MODELS / "drafter").iterdir():
             if file.name != "training.json":  # it tells of another training
                 assert (work.start / file.name).read_bytes() == file.read_bytes()
         (work.start / "config.json").write_text("{}")  # as the drafter was, before it was put right
         with pytest.raises(BundleError):
-            stages.before(stages.TrainingStage(run, work, unheard, print, "cpu"))
+            Training(run, work).before()
         assert same_files(MODELS / "drafter", work.start)
 
 
@@ -244,12 +242,12 @@ def test_the_command_tells_what_a_training_takes(given, whole, cli, tmp_path):
 
 def test_a_dry_run_of_minutes_times_no_step_and_bounds_every_answer(given, whole, tmp_path, monkeypatch):
     run = part_of(given, tmp_path / "out", "start", "before")
-    monkeypatch.setattr(dryrun, "_step", None)
-    told = dryrun.dry_run(replace(run, steps=0, minutes=3.0, new_tokens=8))
-    assert told.stages["training"] == 0.05
-    longer = dryrun.dry_run(replace(run, steps=0, minutes=3.0, new_tokens=16))
+    monkeypatch.setattr(Training, "step_seconds", None)
+    told = dry_run(replace(run, steps=0, minutes=3.0, new_tokens=8))
+    assert told.seconds["training"] == 180
+    longer = dry_run(replace(run, steps=0, minutes=3.0, new_tokens=16))
     assert longer.disk > told.disk
-    assert longer.memory.total > told.memory.total
+    assert longer.memory["total"] > told.memory["total"]
 
 
 def test_how_long_all_takes_is_said_before_the_first_answer(given, whole, tmp_path, monkeypatch):
@@ -267,9 +265,6 @@ def test_how_long_all_takes_is_said_before_the_first_answer(given, whole, tmp_pa
 
 
 def test_the_longest_answers_bound_the_stages():
-    pace = AnswerPace(prompt=100.0, drafted=50.0, plain=10.0)
-    assert pace.seconds(200, 100) == pytest.approx(2 + 2)
-    assert pace.seconds(200, 100, plain=True) == pytest.approx(2 + 10)
     ahead = Outlook(tokens=9, longest=9, answers=100.0, taps=7200.0, evaluation=60.0)
     run = TrainingRun(Path("t"), (Path("d"),), Path("o"), minutes=10.0)
     assert ahead.line(run).startswith("at most 2.2 h in all: answers 2 min, taps 2.0 h, training 10 min, which")
@@ -281,7 +276,7 @@ def test_a_device_that_is_too_small_is_told_before_and_after(given, whole, tmp_p
     def full(trainer, part):
         raise torch.OutOfMemoryError("a page of the allocator's figures")
 
-    monkeypatch.setattr("edge_dflash.training.stage.device_bytes", lambda where: 1 << 20)
+    monkeypatch.setattr("edge_dflash.training.run.device_bytes", lambda where: 1 << 20)
     monkeypatch.setattr(stages.Trainer, "_step", full)
     with pytest.raises(BackendError, match=r"no room for 2 answers of up to \d+ tokens with 2 blocks each; give fewer"):
         train_drafter(run, say=said.append)
@@ -319,16 +314,16 @@ def test_a_full_disk_is_said_in_one_line(given, whole, tmp_path, monkeypatch):
 
 def test_a_target_that_changed_meanwhile_is_refused(given, whole, tmp_path):
     run = part_of(given, tmp_path / "out", "start", "before")
-    stage = stages.TrainingStage(run, TrainingDir(run), unheard, print, "cpu")
-    with stage.work:
-        bundle = stages.before(stage)
-        shutil.copytree(bundle.path, stage.work.after)
-        stages.after(stage, bundle)
+    with TrainingDir(run) as work:
+        training = Training(run, work)
+        bundle = training.before()
+        shutil.copytree(bundle.path, work.after)
+        training.after(bundle)
         (first, *rest) = bundle.manifest.sources
         other = replace(bundle.manifest, sources=(replace(first, sha256="0" * 64), *rest))
-        (stage.work.after / MANIFEST).write_bytes(dump_manifest(other))
+        (work.after / MANIFEST).write_bytes(dump_manifest(other))
         with pytest.raises(BuildError, match="is not the target that it was when the training began"):
-            stages.after(stage, bundle)
+            training.after(bundle)
 
 
 def test_an_ended_training_is_of_the_data_that_it_read(given, whole):
@@ -346,7 +341,7 @@ def test_answers_that_were_removed_take_what_came_of_them_along(given, whole, tm
     work = run.output / "work"
     for name in ("training/checkpoint-00000004", "trained", "after", "after.building"):
         (work / name).mkdir(parents=True)
-    monkeypatch.setattr(stages, "answer", lambda *parts: pytest.exit("on"))
+    monkeypatch.setattr(Training, "answers", lambda *parts: pytest.exit("on"))
     with pytest.raises(pytest.exit.Exception):
         train_drafter(run)
     assert {path.name for path in work.iterdir()} == {"start", "before", "lock", "run.json"}
@@ -366,16 +361,16 @@ def test_a_drafter_that_changed_is_read_again_or_refused(given, whole, tmp_path)
     init = shutil.copytree(given.drafter, tmp_path / "init")
     run = replace(given, drafter=init, output=tmp_path / "out")
     with TrainingDir(run) as work:
-        stage = stages.TrainingStage(run, work, unheard, print, "cpu")
-        first = stages.before(stage).manifest.sources
+        training = Training(run, work)
+        first = training.before().manifest.sources
         config = json.loads((init / "config.json").read_text())
         (init / "config.json").write_text(json.dumps(config, indent=8))
-        assert stages.before(stage).manifest.sources != first
+        assert training.before().manifest.sources != first
         work.answers(0).touch()
-        assert stages.before(stage)
+        assert training.before()
         (init / "config.json").write_text(json.dumps(config, indent=9))
         with pytest.raises(RequestError, match="init has changed since this training began; give another --output, or"):
-            stages.before(stage)
+            training.before()
 
 
 def test_what_was_trained_is_forgotten_with_its_steps(given, whole, tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from training_support import plan
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.bundle.reader import Bundle
@@ -13,7 +14,6 @@ from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.training import shards as shards_module
 from edge_dflash.training import taps as module
-from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.shards import SUM, BatchReader, Order, Sample, Shards, shard_path
 from edge_dflash.training.taps import ReferenceTapper, tap_program, write_taps
 from edge_dflash.weights.safetensors import TensorFiles
@@ -171,13 +171,13 @@ def test_steps_read_the_same_whatever_came_before_and_every_sample_in_an_epoch()
 
 def test_batches_are_the_same_read_ahead_or_not(bundle, tmp_path, small_shards):
     count, _ = write_taps(bundle, samples(bundle), tmp_path)
-    found, size = Shards(tmp_path, count), BatchSize(2, 1, 3)
-    one = BatchReader(found, size, seed=5)
+    found, run = Shards(tmp_path, count), plan(sequences=2, anchors=3, seed=5)
+    one = BatchReader(found, run)
     asked = (0, 1, 2, 7, 8, 3)  # in order, as after a checkpoint, and back
     ahead = [one.batch(number) for number in asked]
     one.close()
     for number, batch in zip(asked, ahead, strict=True):
-        fresh = BatchReader(found, size, seed=5)
+        fresh = BatchReader(found, run)
         for name, value in vars(fresh.batch(number)).items():
             assert value is None or torch.equal(value, getattr(batch, name))
         fresh.close()

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,18 +15,16 @@ from training_support import borrowed_of, drafter_of, plan, prepared
 from edge_dflash.errors import RequestError
 from edge_dflash.training import trainer as training
 from edge_dflash.training.evaluate import accepted
-from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.losses import block_loss
 from edge_dflash.training.shards import BatchReader, damaged_file
 from edge_dflash.training.trainer import (
     LEAST_STEPS,
     Trainer,
-    TrainingPlan,
-    TrainingState,
     kept_weights,
     learning_rate,
     walk_answers,
 )
+from edge_dflash.training.workdir import TrainingState
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +62,7 @@ sys.path[:0] = {path!r}
 from training_support import borrowed_of, drafter_of, plan, reopened
 from edge_dflash.training.trainer import Trainer
 bundle, shards = reopened(Path({bundle!r}), Path({taps!r}))
-Trainer(drafter_of(bundle), borrowed_of(bundle), shards, plan(steps=12, seconds=0.0), Path({folder!r})).run(
+Trainer(drafter_of(bundle), borrowed_of(bundle), shards, plan(steps=12, pause=0.0), Path({folder!r})).run(
     lambda stage, done, total: print(done, flush=True)
 )
 """
@@ -73,7 +70,7 @@ Trainer(drafter_of(bundle), borrowed_of(bundle), shards, plan(steps=12, seconds=
 
 def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(ready, ids_bundle, tmp_path):
     _, shards = ready
-    whole = trained(ready, tmp_path / "whole", plan(steps=12, seconds=0.0))
+    whole = trained(ready, tmp_path / "whole", plan(steps=12, pause=0.0))
     code = CHILD.format(path=sys.path, bundle=str(ids_bundle), taps=str(shards.folder), folder=str(tmp_path / "cut"))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
         for line in child.stdout:
@@ -82,7 +79,7 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(ready, ids_bundl
                 break
     (tmp_path / "cut" / "checkpoint.part").mkdir(exist_ok=True)  # what a kill leaves
     said = []
-    resumed = trained(ready, tmp_path / "cut", plan(steps=12, seconds=0.0), log=said.append)
+    resumed = trained(ready, tmp_path / "cut", plan(steps=12, pause=0.0), log=said.append)
     assert re.fullmatch(r"the training goes on behind step \d+", said[0])
     assert resumed.step == whole.step == 12
     assert resumed.lengths == whole.lengths
@@ -91,24 +88,23 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(ready, ids_bundl
 
 
 def test_a_step_of_two_passes_learns_from_the_mean_of_both(ready, tmp_path):
-    size, (bundle, shards) = BatchSize(2, 1, 3, accumulate=2), ready
-    given = replace(plan(steps=1, seconds=0.0), batch=size)
+    given, (bundle, shards) = plan(steps=1, pause=0.0, sequences=2, anchors=3, accumulate=2), ready
     trained(ready, tmp_path, given)
-    alone, reader = drafter_of(bundle), BatchReader(shards, size, given.seed)
+    alone, reader = drafter_of(bundle), BatchReader(shards, given)
     for number in (0, 1):
         (block_loss(alone, borrowed_of(bundle), reader.batch(number).to("cpu")) / 2).backward()
     reader.close()
     learnt = [parameter for parameter in alone.parameters() if parameter.requires_grad]
     torch.nn.utils.clip_grad_norm_(learnt, 1.0)
     groups = [{"params": [p for p in learnt if p.ndim == 2]}, {"params": [p for p in learnt if p.ndim != 2]}]
-    groups[0]["weight_decay"], groups[1]["weight_decay"] = given.weight_decay, 0.0
-    torch.optim.AdamW(groups, lr=learning_rate(1.0, given.rate), betas=(0.9, 0.95)).step()
+    groups[0]["weight_decay"], groups[1]["weight_decay"] = training.WEIGHT_DECAY, 0.0
+    torch.optim.AdamW(groups, lr=learning_rate(1.0, given.peak), betas=(0.9, 0.95)).step()
     found = load_file(str(tmp_path / "checkpoint-00000001" / "model.safetensors"))
     for name, wanted in alone.state_dict().items():
         assert torch.allclose(found[name], wanted, atol=1e-6), name
 
 
-@pytest.mark.parametrize(("changes", "wide"), [({}, 4), ({"quantized_part": 0.25}, 6), ({"quantized_part": 0.0}, 8)])
+@pytest.mark.parametrize(("changes", "wide"), [({}, 4), ({"rounded": 0.25}, 6), ({"rounded": 0.0}, 8)])
 def test_the_last_steps_and_every_check_see_what_a_bundle_rounds(ready, tmp_path, monkeypatch, changes, wide):
     learnt, checked = [], []
 
@@ -129,7 +125,7 @@ def test_the_last_steps_and_every_check_see_what_a_bundle_rounds(ready, tmp_path
 
 def test_it_ends_when_the_held_out_answers_get_no_better(ready, tmp_path):
     said = []
-    state = trained(ready, tmp_path, replace(plan(steps=24), rate=1e-12, patience=2, checks=12), log=said.append)
+    state = trained(ready, tmp_path, plan(steps=24, rate=1e-12, patience=2, checks=12), log=said.append)
     assert state.step == 16  # two checks behind its half: before, no weight was rounded
     assert state.best_step == 0
     assert "2 checks without a better accept length end the training (--patience)" in said
@@ -186,11 +182,11 @@ def test_a_loss_that_is_no_number_ends_the_training(ready, tmp_path, monkeypatch
 
 
 def test_weights_that_a_kill_left_behind_the_checkpoint_are_not_taken(ready, tmp_path):
-    whole = trained(ready, tmp_path / "whole", plan(steps=12, seconds=1e9))
-    trained(ready, tmp_path / "cut", plan(steps=12, seconds=1e9))
+    whole = trained(ready, tmp_path / "whole", plan(steps=12, pause=1e9))
+    trained(ready, tmp_path / "cut", plan(steps=12, pause=1e9))
     newer = tmp_path / "cut" / "best-00000099.safetensors"
     newer.write_bytes(b"of a step behind the last checkpoint")
-    again = trained(ready, tmp_path / "cut", plan(steps=12, seconds=1e9))
+    again = trained(ready, tmp_path / "cut", plan(steps=12, pause=1e9))
     assert (again.step, again.best_step) == (whole.step, whole.best_step)
     assert [path.name for path in (tmp_path / "cut").glob("best-*")] == [f"best-{whole.best_step:08}.safetensors"]
     ours, theirs = (kept_weights(tmp_path / name) for name in ("cut", "whole"))
@@ -257,14 +253,8 @@ def test_a_check_needs_no_more_room_than_a_step(ready, tmp_path, monkeypatch):
     monkeypatch.setattr(
         shards, "batch", lambda rows, *rest, **more: sizes.append(len(rows)) or batch(rows, *rest, **more)
     )
-    trained(ready, tmp_path, replace(plan(steps=1), batch=BatchSize(2, 1, 4)))
+    trained(ready, tmp_path, plan(steps=1, sequences=2))
     assert max(sizes) == 2
-
-
-def test_plans_that_say_nothing_or_both_are_refused():
-    for steps, minutes in ((0, 0.0), (3, 1.0)):
-        with pytest.raises(RequestError, match="give one of --steps and --minutes"):
-            TrainingPlan(steps=steps, minutes=minutes)
 
 
 def test_the_learning_rate_rises_and_falls():
