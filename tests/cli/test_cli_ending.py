@@ -74,7 +74,7 @@ def test_the_command_of_an_ended_demo_goes_on_with_its_files(tmp_path):
     ("place", "kept"),
     [
         ("builder.write._fill", "finished files are kept, resume with: the same train-drafter command"),
-        ("training.run.answer", "what is finished is kept in {work}, resume with the same command"),
+        ("training.run.Training.answers", "what is finished is kept in {work}, resume with the same command"),
     ],
 )
 def test_a_training_names_its_own_command(cli, tmp_path, monkeypatch, place, kept):
