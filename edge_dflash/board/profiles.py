@@ -12,7 +12,8 @@ from typing import Any
 
 from edge_dflash.board.archs import Arch, Chip, find_arch
 from edge_dflash.common.files import directory
-from edge_dflash.common.rules import LINE, Items, Object, Rule, ValueReader, either, only, whole
+from edge_dflash.common.nested import Items, Object, ValueReader
+from edge_dflash.common.rules import LINE, Rule, either, only, whole
 from edge_dflash.common.tables import read_yaml
 from edge_dflash.errors import BackendError, RecipeError
 

@@ -37,8 +37,9 @@ from edge_dflash.model.program import KvState, PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.checkpoint import PairCheckpoint
+from edge_dflash.weights.e4m3 import E4M3_MAX
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, Weight, WeightFormat, WeightStore, WideWeight
-from edge_dflash.weights.quantize import E4M3_MAX, GLOBAL_DIVISOR
+from edge_dflash.weights.quantize import GLOBAL_DIVISOR
 from edge_dflash.weights.recipe import Recipe
 
 ROLES = ("system", "user", "assistant")

@@ -1,84 +1,24 @@
-"""What a value may be, declared once: how it is taken, what a message says to give, and its JSON Schema.
+"""What one value may be, declared once: how it is taken, what a message says to give, and its JSON Schema.
 
-A :class:`Rule` is of one value; :class:`Items`, :class:`Object` and :class:`Tagged` are of what JSON, TOML and YAML
-nest. All structured input that people write is read by them: options of a request (:mod:`edge_dflash.decode.options`),
-settings of a planner and of the service, bodies over HTTP, recipes and board profiles; what the OpenAPI document
-says of a body is their ``schema``. Above them :mod:`edge_dflash.model.fields` says which keys of a model's config are
-read; files that only this package writes are read by their dataclasses (:mod:`edge_dflash.common.tables`).
-
-Why not msgspec (0.22): of 16 bad bodies of the API its errors named the place of 15, the value that was found of 2,
-what is accepted of 6 and a remedy of none, so a second table with words of all fields would stand above its types; it
-has no slips of the pen, no NumPy numbers and no conditions between fields. It costs 0.7 MB and 14 ms of each start, and
-would have taken the place of about 120 lines here.
+Options of a request (:mod:`edge_dflash.decode.options`) and settings of a planner are read by rules; what JSON, TOML
+and YAML nest is read by :mod:`edge_dflash.common.nested`, which is made of them.
 
 Texts must be texts: a lone surrogate (U+D800 to U+DFFF) is no character, and neither UTF-8 nor a tokenizer takes it.
 JSON and Python's strings can hold one, in values and in keys alike: everything that comes in is looked through here.
-
-A name is called a slip only of one that it can be a slip of. Another key of another framework is no slip, however
-alike the two are spelled: who follows such advice gets another model, or another answer. So one letter may be wrong,
-missing or too many, or two may have changed places, in one word of four letters or more; never its first letter, and
-never a digit.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, TypeAlias
 
+from edge_dflash.common.slips import SAME, slip_of
 from edge_dflash.errors import RequestError, short
-
-_LEAST = 4  # letters of a word in which a slip is one: top_k, top_p and min_p are three settings
-
-
-def slip_of(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` is a slip of; None: none, or several."""
-    found = [one for one in known if _is_slip(name, one)]
-    return found[0] if len(found) == 1 else None
-
-
-def _is_slip(name: str, known: str) -> bool:
-    ours, theirs = _words(name), _words(known)
-    if "".join(ours) == "".join(theirs):  # capitals, underscores
-        return len(known) >= _LEAST
-    differ = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]]
-    if len(ours) != len(theirs) or len(differ) != 1:
-        return False
-    return len(differ[0][1]) >= _LEAST and _one_letter(*differ[0])
-
-
-def _words(name: str) -> list[str]:
-    """Words between underscores and hyphens, and from capital to capital."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).replace("-", "_").lower().split("_")
-
-
-def _one_letter(first: str, second: str) -> bool:
-    """Whether two words differ by one letter behind the first, or by two neighbours that changed places."""
-    at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
-    ours, theirs = first[at:], second[at:]
-    if any(letter.isdigit() for letter in ours[:2] + theirs[:2]):
-        return False
-    swapped = ours[:2] == theirs[1::-1] and ours[2:] == theirs[2:]
-    return swapped or (at > 0 and theirs[1:] in (ours, ours[1:])) or (at > 0 and theirs == ours[1:])
-
-
-SAME: Mapping[str, str] = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "top_logprobs": "logprobs",
-    "enable_thinking": "thinking",
-    "guided_json": "schema",
-    "guided_regex": "regex",
-    "stop_sequences": "stop",
-    "stop_strings": "stop",
-    "num_speculative_tokens": "drafts",
-}
-"""Names of other APIs for settings of ours that mean the same."""
 
 Schema: TypeAlias = dict[str, Any]
 _TEXTLESS = (bytes, bytearray, memoryview, array, range)  # sequences that hold no text
@@ -121,107 +61,6 @@ class Rule:
         return replace(self, none=True)
 
 
-@dataclass(frozen=True)
-class Items:
-    """A list."""
-
-    of: ValueReader
-    least: int = 0
-
-    @property
-    def schema(self) -> Schema:
-        """As that of :class:`Rule`."""
-        return {"type": "array", "items": self.of.schema, **({"minItems": self.least} if self.least else {})}
-
-    def read(self, value: Any, place: str) -> list[Any]:
-        """As that of :class:`Rule`."""
-        if not isinstance(value, list):
-            raise FieldError(f"{place} is {short(value)}; give a list", place)
-        if len(value) < self.least:
-            raise FieldError(f"{place} is empty; give at least one", place)
-        return [self.of.read(item, f"{place}[{at}]") for at, item in enumerate(value)]
-
-
-@dataclass(frozen=True)
-class Object:
-    """A mapping with these fields and no others; those of ``needed`` must be there, and it says what to give for them.
-
-    ``lenient``: null counts as absent and 3.0 as 3, as in the OpenAI API.
-    """
-
-    fields: Mapping[str, ValueReader]
-    needed: Mapping[str, str] = field(default_factory=dict)
-    lenient: bool = False
-    also: Schema = field(default_factory=dict)  # what its reader checks of several fields together
-
-    @property
-    def schema(self) -> Schema:
-        """As that of :class:`Rule`."""
-        made: Schema = {"type": "object", "properties": {name: self._field(name) for name in self.fields}}
-        if self.needed:
-            made["required"] = sorted(self.needed)
-        return {**made, **({"allOf": [self.also]} if self.also else {}), "additionalProperties": False}
-
-    def _field(self, name: str) -> Schema:
-        found = self.fields[name].schema
-        if name in self.needed or not found or found == {"type": "null"}:
-            return found
-        return {"anyOf": [found, {"type": "null"}]}
-
-    def read(self, value: Any, place: str = "") -> dict[str, Any]:
-        """The fields that are given, as :meth:`Rule.read`."""
-        if not isinstance(value, Mapping):
-            raise FieldError(
-                f"{place or 'the document'} is {short(value)}; give a mapping of {', '.join(self.fields)}", place
-            )
-        given = {name: item for name, item in value.items() if item is not None or not self.lenient}
-        made, before = {}, f"{place}." if place else ""
-        for name, entry in self.fields.items():
-            if name in given:
-                item = given.pop(name)
-                if self.lenient and type(item) is float and item.is_integer() and _is_whole(entry):
-                    item = int(item)
-                made[name] = entry.read(item, before + name)
-            elif name in self.needed:
-                raise FieldError(f"{before}{name} is missing; {self.needed[name]}", before + name)
-        if given:
-            raise unknown_name(str(next(iter(given))), self.fields, before)
-        return made
-
-
-def _is_whole(entry: ValueReader) -> bool:
-    return isinstance(entry, Rule) and entry.schema.get("type") == "integer"
-
-
-@dataclass(frozen=True)
-class Tagged:
-    """A mapping of one of several kinds; the text in its field ``tag`` says of which."""
-
-    tag: str
-    kinds: Mapping[str, Object]
-
-    @property
-    def schema(self) -> Schema:
-        """As that of :class:`Rule`."""
-        made = []
-        for name, kind in self.kinds.items():
-            schema = kind.schema
-            properties = {self.tag: {"type": "string", "const": name}, **schema["properties"]}
-            made.append({**schema, "properties": properties, "required": sorted({self.tag, *kind.needed})})
-        return {"oneOf": made}
-
-    def read(self, value: Any, place: str) -> dict[str, Any]:
-        """As that of :class:`Rule`."""
-        if not isinstance(value, Mapping):
-            raise FieldError(f"{place} is {short(value)}; give an object with {self.tag}", place)
-        tag = one_of(*self.kinds).read(value.get(self.tag), f"{place}.{self.tag}")
-        rest = {name: item for name, item in value.items() if name != self.tag}
-        return {self.tag: tag, **self.kinds[tag].read(rest, place)}
-
-
-ValueReader: TypeAlias = Rule | Items | Object | Tagged
-
-
 def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of Python as their rules take them. Raises RequestError naming the value and what to give.
 
@@ -236,13 +75,13 @@ def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, A
     return taken
 
 
-def refuse_unknown(rules: Mapping[str, ValueReader], names: Iterable[str]) -> None:
+def refuse_unknown(rules: Mapping[str, object], names: Iterable[str]) -> None:
     """Raise RequestError for a name without a rule, with the one that it is a slip of, or another API's name of."""
     if unknown := next((name for name in names if name not in rules), None):
         raise unknown_name(unknown, rules)
 
 
-def unknown_name(name: str, known: Mapping[str, ValueReader], before: str | None = None) -> FieldError:
+def unknown_name(name: str, known: Mapping[str, object], before: str | None = None) -> FieldError:
     """The error of a name that is not known; ``before`` is the place of its object, if it stands in one."""
     refuse_surrogates(name, "the name of an option")
     near = slip_of(name, known) or SAME.get(name)

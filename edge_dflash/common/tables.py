@@ -17,7 +17,8 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from edge_dflash.common.files import SMALL, parse_json, read_bytes, read_text
-from edge_dflash.common.rules import FieldError, Object
+from edge_dflash.common.nested import Object
+from edge_dflash.common.rules import FieldError
 from edge_dflash.errors import BundleError, CheckpointError, RecipeError, short
 
 if TYPE_CHECKING:

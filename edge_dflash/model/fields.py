@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from edge_dflash.common.rules import slip_of
+from edge_dflash.common.slips import slip_of
 from edge_dflash.errors import CheckpointError, UnsupportedModelError, short
 from edge_dflash.model.foreign import FOREIGN
 from edge_dflash.model.specs import MAX_LAYERS

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from numbers import Real
-from typing import Any, Generic, TypeAlias, TypeVar, Unpack
+from typing import Any, Generic, TypeVar, Unpack
 
 from edge_dflash.common import rules
 from edge_dflash.decode.options import Options, PlanOptions
-from edge_dflash.errors import RequestError, one_line, short
+from edge_dflash.errors import RequestError
 from edge_dflash.result import Plan
+from edge_dflash.runner import candidates
 from edge_dflash.runner.astream import AsyncPlanStream, Unwanted, apart
+from edge_dflash.runner.candidates import Rank
 from edge_dflash.runner.stream import PlanStream
 from edge_dflash.text.prompt import Task
 
 S = TypeVar("S")
-Rank: TypeAlias = Callable[[Plan], float]
 
 MOST_CANDIDATES = 8
 _RULES = {
@@ -71,12 +69,13 @@ class Planning(Generic[S]):
 
         Raises RequestError for candidates in a session.
         """
-        began, chosen = time.perf_counter(), Options.of(options)
+        chosen = Options.of(options)
         n, rank = _checked(n, rank, session)
-        streams = self._ask(task, session, _scored(chosen, n, rank), began, _distinct(chosen, n))
-        self._submit(streams[0]._job)
+        one = n == 1 and rank is None
+        streams = self._begin(task, session, *((chosen,) if one else candidates.asked(chosen, n, rank)))
         try:
-            return _best([stream.plan for stream in streams], n, rank, chosen)
+            plans = [stream.plan for stream in streams]
+            return plans[0] if one else candidates.best(plans, n, rank, chosen)
         except BaseException:
             for stream in streams:
                 stream.cancel()
@@ -140,7 +139,7 @@ class Planning(Generic[S]):
         """:meth:`plan` without blocking the loop; ``rank`` is called on another thread."""
         chosen = Options.of(options)
         n, rank = _checked(n, rank, session)
-        asked, count = _scored(chosen, n, rank), _distinct(chosen, n)
+        asked, count = candidates.asked(chosen, n, rank)
         streams = apart(lambda unwanted: self._begin(task, session, asked, count, unwanted), count)
         try:
             plans = await asyncio.gather(*(stream.result() for stream in streams))
@@ -148,7 +147,9 @@ class Planning(Generic[S]):
             for stream in streams:
                 stream.cancel()
             raise
-        return await asyncio.to_thread(_best, plans, n, rank, chosen) if rank else _best(plans, n, rank, chosen)
+        if n == 1 and rank is None:
+            return plans[0]
+        return await asyncio.to_thread(candidates.best, plans, n, rank, chosen)
 
     def astream(self, task: Task, *, session: S | None = None, **options: Unpack[PlanOptions]) -> AsyncPlanStream:
         """:meth:`stream` for ``async for`` and ``async with``; its errors come with the first ``await``."""
@@ -190,50 +191,3 @@ def _checked(n: int, rank: Rank | None, session: object) -> tuple[int, Rank | No
             f"n is {n} in a session, which goes on from one answer; give n to a planner, or fork the session"
         )
     return given["n"], given["rank"]
-
-
-def _distinct(options: Options, n: int) -> int:
-    """How many candidates differ: without a temperature no seed is used."""
-    return n if options.temperature else 1
-
-
-def _scored(options: Options, n: int, rank: Rank | None) -> Options:
-    """Options with what the candidates' order needs."""
-    return replace(options, logprobs=0) if n > 1 and rank is None and options.logprobs is None else options
-
-
-def _best(plans: Sequence[Plan], n: int, rank: Rank | None, options: Options) -> Plan:
-    """The best of the plans, with their scores, the others behind it. Raises what ``rank`` raises."""
-    if n == 1 and rank is None:
-        return plans[0]
-    scores = [_likelihood(plan) if rank is None else _ranked(rank, plan) for plan in plans]
-    told = [
-        replace(plan, score=score, logprobs=() if options.logprobs is None else plan.logprobs)
-        for plan, score in zip(plans, scores, strict=True)
-    ]
-    told.sort(key=lambda plan: -math.inf if plan.score is None else plan.score, reverse=True)
-    best, *others = told * (n // len(plans))
-    return replace(best, alternatives=tuple(others))
-
-
-def _likelihood(plan: Plan) -> float:
-    """Mean log-probability of the tokens; lowest without one."""
-    found = [one.logprob for one in plan.logprobs]
-    mean = sum(found) / len(found) if found else -math.inf
-    return -math.inf if math.isnan(mean) else mean
-
-
-def _ranked(rank: Rank, plan: Plan) -> float:
-    """The number that ``rank`` gives; also a scalar of NumPy or torch. Raises RequestError where it is none."""
-    try:
-        value: object = rank(plan)
-    except StopIteration as error:  # it would end the loop of whoever called, and no asyncio future takes it
-        raise RequestError("rank raised StopIteration; it has to give each plan a number") from error
-    try:
-        item = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
-        number = float(item) if isinstance(item, Real) else math.nan
-    except (ArithmeticError, TypeError, ValueError, RuntimeError):  # 10**400
-        number = math.nan
-    if math.isnan(number):
-        raise RequestError(f"rank gave {one_line(short(value))}; give a number that a float can hold, higher is better")
-    return number

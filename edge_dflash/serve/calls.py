@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Never, TypeAlias, cast
 
-from edge_dflash.common.rules import FieldError, Object
+from edge_dflash.common.nested import Object
+from edge_dflash.common.rules import FieldError
 from edge_dflash.decode.options import DECLARED, PlanOptions
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.errors import RequestError, short

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from edge_dflash.common.rules import Object, Schema
+from edge_dflash.common.nested import Object
+from edge_dflash.common.rules import Schema
 from edge_dflash.decode.options import Options
 from edge_dflash.serve.bodies import COUNT, NAME, STRING, exactly
 from edge_dflash.serve.config import DefaultConfig, ServeConfig

@@ -24,17 +24,9 @@ from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.ops import Attend, KvAppend, Linear, Op, Remap, SelectRows, StateOp, Walk
 from edge_dflash.model.program import Program, WeightSpec
 from edge_dflash.model.specs import DrafterSpec, PairSpec, RopeSpec
+from edge_dflash.weights.e4m3 import E4M3_MAX, E4M3_TINY, from_e4m3, to_e4m3
 from edge_dflash.weights.formats import BLOCK, WeightFormat
-from edge_dflash.weights.quantize import (
-    E2M1_MAX,
-    E4M3_MAX,
-    E4M3_TINY,
-    GLOBAL_DIVISOR,
-    from_e4m3,
-    fused_group,
-    nearest_e2m1,
-    to_e4m3,
-)
+from edge_dflash.weights.quantize import E2M1_MAX, GLOBAL_DIVISOR, fused_group, nearest_e2m1
 
 KV_MARGIN = 1.25  # the largest key or value is this far below the largest FP8 code
 

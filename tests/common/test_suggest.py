@@ -3,7 +3,7 @@
 import pytest
 
 from edge_dflash.common import rules
-from edge_dflash.common.rules import slip_of
+from edge_dflash.common.slips import SAME, slip_of
 from edge_dflash.decode.grammar.keywords import KNOWN
 from edge_dflash.decode.options import RULES
 
@@ -60,9 +60,9 @@ def test_options_of_others_that_mean_something_else_are_not_answered_with_one_of
         rules.refuse_unknown(RULES, [name])
 
 
-@pytest.mark.parametrize("name", [name for name, ours in rules.SAME.items() if ours in RULES])
+@pytest.mark.parametrize("name", [name for name, ours in SAME.items() if ours in RULES])
 def test_other_names_of_the_same_option_are_answered(name):
-    with pytest.raises(rules.RequestError, match=rf"^{name} is unknown; did you mean {rules.SAME[name]}\? known are"):
+    with pytest.raises(rules.RequestError, match=rf"^{name} is unknown; did you mean {SAME[name]}\? known are"):
         rules.refuse_unknown(RULES, [name])
 
 

@@ -18,7 +18,7 @@ from edge_dflash.decode.backend import Precision
 from edge_dflash.model.ops import Attend
 from edge_dflash.model.program import KvState
 from edge_dflash.model.specs import RopeSpec
-from edge_dflash.weights.quantize import to_e4m3
+from edge_dflash.weights.e4m3 import to_e4m3
 
 pytestmark = pytest.mark.gpu
 SCALES = (0.0131, 0.0077)  # K, V

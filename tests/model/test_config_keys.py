@@ -8,7 +8,7 @@ import pytest
 from config_mutations import OUTCOMES, bases, load, verdicts
 from golden_pairs import GOLDEN
 
-from edge_dflash.common.rules import slip_of
+from edge_dflash.common.slips import slip_of
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
 from edge_dflash.model.foreign import FOREIGN
 from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_target_spec

@@ -11,7 +11,7 @@ from edge_dflash.backends.reference.interpreter import Interpreter
 from edge_dflash.decode import cycle
 from edge_dflash.model.ops import Attend, KvAppend, SelectRows
 from edge_dflash.model.program import PairPrograms
-from edge_dflash.weights.quantize import from_e4m3, to_e4m3
+from edge_dflash.weights.e4m3 import from_e4m3, to_e4m3
 
 PASSES = ("prefill", "verify", "propose")
 

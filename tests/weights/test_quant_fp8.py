@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_dflash.errors import BuildError
-from edge_dflash.weights.quantize import dequantize, from_e4m3, quantize_fp8, to_e4m3, unscaled
+from edge_dflash.weights.e4m3 import from_e4m3, to_e4m3
+from edge_dflash.weights.quantize import dequantize, quantize_fp8, unscaled
 
 
 def e4m3_value(code: int) -> float:

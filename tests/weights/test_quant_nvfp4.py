@@ -12,16 +12,9 @@ from paths import GOLDEN
 from safetensors import safe_open
 
 from edge_dflash.errors import BuildError
+from edge_dflash.weights.e4m3 import from_e4m3
 from edge_dflash.weights.formats import Nvfp4Weight, WideWeight
-from edge_dflash.weights.quantize import (
-    E2M1,
-    dequantize,
-    from_e4m3,
-    fused_group,
-    quantize_activations,
-    quantize_nvfp4,
-    unscaled,
-)
+from edge_dflash.weights.quantize import E2M1, dequantize, fused_group, quantize_activations, quantize_nvfp4, unscaled
 
 WORKED = """
 -0.96875 0.46875 1.09375 -5.25 -0.1875 0.34375 -1.09375 0.21875 0.65625 -0.65625 -1.40625 -0.5625 0.84375 1.21875

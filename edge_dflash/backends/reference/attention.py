@@ -17,7 +17,7 @@ from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Attend, KvAppend
 from edge_dflash.model.program import KvState
 from edge_dflash.model.specs import RopeSpec
-from edge_dflash.weights.quantize import from_e4m3, to_e4m3
+from edge_dflash.weights.e4m3 import from_e4m3, to_e4m3
 
 KEY_TILE = 64  # absolute positions
 Table = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of rows, [..., rows, dims / 2] each

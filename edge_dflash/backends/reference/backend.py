@@ -20,7 +20,7 @@ from edge_dflash.decode.walk import WalkRows
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import GatedDelta
-from edge_dflash.model.program import PairPrograms
+from edge_dflash.model.program import KvState, PairPrograms
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.pictures.pictured import Picture, Seen, Sight
 from edge_dflash.weights.formats import WeightStore
@@ -76,13 +76,14 @@ class ReferenceBackend:
         self._programs = programs or pair_programs(spec)
         self._drafter = spec.drafter
         self._shape = PairShape.of(spec, max_context, prefill_chunk, lanes)
-        self._store = store
         self._precision = precision
         self._weights = TorchWeights(store)
         self._interpreter = Interpreter(self._weights, precision)
         vision, see = spec.target.vision, self._programs.see
         self._tower = TorchTower(vision, see, self._weights, precision) if vision and see else None
         self._deltas = [op for op in self._programs.verify.ops if isinstance(op, GatedDelta)]
+        states = self._programs.states.items()
+        self._scales = {name: store.kv_scale(name) for name, state in states if isinstance(state, KvState)}
         self._lanes = [_Lane(self._allocate()) for _ in range(lanes)]
 
     @property
@@ -240,4 +241,4 @@ class ReferenceBackend:
 
     def _allocate(self) -> Memory:
         shape = self._shape
-        return Memory.allocate(self._programs.states, shape.max_context, self._precision, self._store.kv_scale)
+        return Memory.allocate(self._programs.states, shape.max_context, self._precision, self._scales.__getitem__)

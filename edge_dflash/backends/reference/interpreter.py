@@ -159,7 +159,8 @@ class Interpreter:
         weights = self._weights
         match op:
             case Embed():
-                return with_pictures(weights.tensor(op.weight)[inputs[0]], run.sight), rows
+                x = weights.tensor(op.weight)[inputs[0]]
+                return x if run.sight is None else with_pictures(x, run.sight), rows
             case SelectRows():
                 first, last = (rows - 1, rows) if op.which == "last" else (1, rows)
                 return pad(inputs[0][first:last], padded_rows(last - first)), last - first

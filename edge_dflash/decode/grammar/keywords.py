@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any, TypeAlias, TypeGuard
 
-from edge_dflash.common.rules import slip_of
+from edge_dflash.common.slips import slip_of
 from edge_dflash.decode.grammar.formats import BYTE_HINTS, ENCODINGS, FORMATS, INTEGERS, NUMBER_HINTS, TEXT_HINTS
 from edge_dflash.errors import RequestError, short
 
