@@ -69,10 +69,12 @@ class Planning(Generic[S]):
 
         Raises RequestError for candidates in a session.
         """
-        chosen = Options.of(options)
+        began, chosen = time.perf_counter(), Options.of(options)
         n, rank = _checked(n, rank, session)
         one = n == 1 and rank is None
-        streams = self._begin(task, session, *((chosen,) if one else candidates.asked(chosen, n, rank)))
+        asked, count = (chosen, 1) if one else candidates.asked(chosen, n, rank)
+        streams = self._ask(task, session, asked, began, count)
+        self._submit(streams[0]._job)
         try:
             plans = [stream.plan for stream in streams]
             return plans[0] if one else candidates.best(plans, n, rank, chosen)
