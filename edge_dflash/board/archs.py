@@ -40,40 +40,27 @@ H200 = Chip(132, 1.98e9)  # where all our kernels were timed
 
 @dataclass(frozen=True)
 class KernelRate:
-    """What one kernel did: ``flops`` a clock and multiprocessor, passes of any number of rows."""
-
-    kernel: str  # its file among backends/cuda/kernels
-    flops: float
-    how: How
-    where: str
-
-    def per_second(self, chip: Chip) -> float:
-        """FLOP/s on ``chip``."""
-        return self.flops * chip.clocks
-
-    def by_rows(self, chip: Chip) -> list[tuple[int, float]]:
-        """FLOP/s on ``chip`` by rows of a pass: 0, for any."""
-        return [(0, self.per_second(chip))]
-
-    def held(self, most: float) -> KernelRate:
-        """The same where a kernel is trusted with ``most`` of a clock and multiprocessor."""
-        return self if self.flops <= most else replace(self, flops=most, how="assumed")
-
-
-@dataclass(frozen=True)
-class RowRates:
     """What one kernel did in passes of some numbers of rows: a pass computes the rows of the next one of them.
 
-    ``flops``: by rows, ascending, a clock and multiprocessor. More rows than the last are passes in turn.
+    ``flops``: by rows, ascending, a clock and multiprocessor; 0 rows, alone, for any number. More rows than the last
+    are passes in turn.
     """
 
-    kernel: str
+    kernel: str  # its file among backends/cuda/kernels
     flops: tuple[tuple[int, float], ...]
     how: How
     where: str
 
+    def by_rows(self, chip: Chip) -> list[tuple[int, float]]:
+        """FLOP/s on ``chip`` by rows of a pass."""
+        return [(rows, flops * chip.clocks) for rows, flops in self.flops]
+
+    def per_second(self, chip: Chip) -> float:
+        """FLOP/s on ``chip`` in passes of the most rows."""
+        return self.flops[-1][1] * chip.clocks
+
     def seconds(self, weights: float, rows: float, chip: Chip) -> float:
-        """Of a product of so many weights with each of ``rows`` rows."""
+        """Of a product of so many weights with each of ``rows`` rows, of a rate by rows."""
         turns, rest = divmod(rows, self.flops[-1][0])
         parts = [self.flops[-1]] * int(turns) + [next(point for point in self.flops if rest <= point[0])] * (rest > 0)
         return sum(2 * weights * computed / (flops * chip.clocks) for computed, flops in parts)
@@ -83,12 +70,8 @@ class RowRates:
         last = self.flops[-1][0]
         return (*(rows for rows, _ in self.flops if rows < most), *range(2 * last, most, last), most)
 
-    def by_rows(self, chip: Chip) -> list[tuple[int, float]]:
-        """FLOP/s on ``chip`` by rows of a pass."""
-        return [(rows, flops * chip.clocks) for rows, flops in self.flops]
-
-    def held(self, most: float) -> RowRates:
-        """See :meth:`KernelRate.held`."""
+    def held(self, most: float) -> KernelRate:
+        """The same where a kernel is trusted with ``most`` of a clock and multiprocessor."""
         if all(flops <= most for _, flops in self.flops):
             return self
         return replace(self, flops=tuple((rows, min(flops, most)) for rows, flops in self.flops), how="assumed")
@@ -96,7 +79,7 @@ class RowRates:
 
 def reached(kernel: str, per_second: float, where: str, how: How = "by proxy") -> KernelRate:
     """The rate of a kernel that did ``per_second`` FLOP/s on an H200."""
-    return KernelRate(kernel, per_second / H200.clocks, how, where)
+    return KernelRate(kernel, ((0, per_second / H200.clocks),), how, where)
 
 
 CHUNK_SECONDS = 0.1  # that one prefill pass may take: deadlines, cancels and urgent requests wait for its end
@@ -121,7 +104,7 @@ class Arch:
     prompts: KernelRate  # linears of many rows
     experts: KernelRate  # of a mixture, many rows
     tower: KernelRate  # a picture, its attention included
-    joint: RowRates  # linears of a cycle, by the rows of its pass
+    joint: KernelRate  # linears of a cycle, by the rows of its pass
     least_rows: int = 128  # of a prefill pass by default: 64 reach three quarters of the rate (20 multiprocessors)
     most_rows: int = MOST_ROWS  # of a prefill pass by default: more are hardly faster
     block_shared: int = 227 << 10  # bytes of shared memory that a block of a kernel may have
@@ -138,7 +121,7 @@ class Arch:
         return tuple(b for b, there in zip(BACKENDS, (not self.sm, self.kernels, self.tensorrt), strict=True) if there)
 
     @property
-    def rates(self) -> Mapping[str, KernelRate | RowRates]:
+    def rates(self) -> Mapping[str, KernelRate]:
         """All of them by use."""
         return {
             "prompts": self.prompts,
@@ -168,29 +151,31 @@ BACKENDS = ("reference", "native", "tensorrt")
 # What kernels did on an H200: docs/lab/prefill.md, experts.md, tower.md, linears.md, lanes.md.
 _TILES = reached("linear_tiles.cu", 274e12, "Qwen3.6-27B, gate up, 512 rows")
 _EXPERTS = reached("experts_linear.cu", 95.6e12, "Qwen3.6-35B-A3B, a layer, 512 rows in 309 us")
-_TOWER = KernelRate("tower.cu", 599.0, "by proxy", "20 multiprocessors: a frame of Qwen3.6-27B in 113 ms")
-_STREAM = RowRates("linear.cu", ((16, 440.0),), "by proxy", "Qwen3.6-27B, a layer in 106.4 us")
+_TOWER = KernelRate("tower.cu", ((0, 599.0),), "by proxy", "20 multiprocessors: a frame of Qwen3.6-27B in 113 ms")
+_STREAM = KernelRate("linear.cu", ((16, 440.0),), "by proxy", "Qwen3.6-27B, a layer in 106.4 us")
 _USED = 0.35  # of mma's rate, that kernels are trusted with where a product takes longer than on an H200
 
 
-def _few(mma: float, joint: RowRates = _STREAM) -> tuple[KernelRate, KernelRate, KernelRate, RowRates]:
+def _few(mma: float, joint: KernelRate = _STREAM) -> tuple[KernelRate, KernelRate, KernelRate, KernelRate]:
     """Rates by proxy of an architecture without larger tiles, held to a share of ``mma``."""
     return _TILES.held(_USED * mma), _EXPERTS.held(_USED * mma), _TOWER.held(_USED * mma), joint.held(_USED * mma)
 
 
 # Data sheets give mma as dense BF16 rates over multiprocessors and clocks; of a rate with sparsity or of fewer bits a
 # half for the one, and for each halving of the bits.
-_ON_CPU = KernelRate("none: torch on one thread", 8e9, "measured", "the demo pair did 16e9; halved, for other work")
+_ON_CPU = KernelRate(
+    "none: torch on one thread", ((0, 8e9),), "measured", "the demo pair did 16e9; halved, for other work"
+)
 ARCHS = (
     Arch(
         *("cpu", 0, None, None, Chip(1, 1.0), 16e9, _ON_CPU, _ON_CPU, _ON_CPU),
-        joint=RowRates(_ON_CPU.kernel, ((1, 8e9),), _ON_CPU.how, _ON_CPU.where),
+        joint=KernelRate(_ON_CPU.kernel, ((1, 8e9),), _ON_CPU.how, _ON_CPU.where),
         least_rows=32,
     ),
     # AGX Orin 64GB: 170 INT8 TOPS sparse of the GPU. A cycle: docs/lab/boards.md, other steps than linears included
     Arch(
         *("sm87", 87, "sm87", "tensorrt", Chip(16, 1.30e9), 2048),
-        *_few(2048, RowRates("linear.cu", ((16, 532.0),), "by proxy", "16 multiprocessors: a 27B cycle in 82.9 ms")),
+        *_few(2048, KernelRate("linear.cu", ((16, 532.0),), "by proxy", "16 multiprocessors: a 27B cycle in 82.9 ms")),
         block_shared=163 << 10,
     ),
     # L4, the smallest of the data center, by its clocks; 512 is what RTX 40 do with FP32 sums, an L4 does 1,024
@@ -201,7 +186,7 @@ ARCHS = (
         prompts=reached("tiles_hopper.cuh", 353e12, "Qwen3-8B in BF16, 2,048 tokens in 82 ms", "measured"),
         experts=reached(_EXPERTS.kernel, 95.6e12, _EXPERTS.where, "measured"),
         tower=reached(_TOWER.kernel, 173e12, "Qwen3.6-27B, a frame of 800 x 600 in 11.9 ms", "measured"),
-        joint=RowRates(
+        joint=KernelRate(
             *("linear_wide.cu", ((16, 637.0), (32, 744.0), (64, 1053.0), (128, 1279.0)), "measured"),
             where="Qwen3.6-27B, a layer in 73.6, 126, 178 and 293 us; 16 rows: linear_hopper.cu",
         ),
@@ -211,7 +196,7 @@ ARCHS = (
     # Thor T5000: mma.sync as others measured it on a B300, a quarter of tcgen05, which no kernel of ours has
     Arch(
         *("sm110", 110, "sm110a", "tensorrt", Chip(20, 1.57e9), 1900, _TILES, _EXPERTS, _TOWER),
-        joint=RowRates(
+        joint=KernelRate(
             *("linear_cluster.cu", ((16, 779.0), (32, 896.0), (64, 919.0), (128, 793.0)), "by proxy"),
             where="20 multiprocessors: Qwen3.6-27B, a cycle's linears in 37.5, 65.2, 127 and 295 ms",
         ),

@@ -89,13 +89,13 @@ def read_memory(root: Path) -> MemoryState | None:
         return None
 
 
-def drop_page_cache(folder: Path) -> int:
-    """Ask the kernel to forget the pages of every file under ``folder`` (posix_fadvise(2), DONTNEED); bytes of files.
+def drop_page_cache(place: Path) -> int:
+    """Ask the kernel to forget the pages of a file, or of all under a folder (posix_fadvise(2)); bytes of files.
 
     Pages that a process still maps, or that are not written yet, stay. Files that cannot be opened are left alone.
     """
     nbytes = 0
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:

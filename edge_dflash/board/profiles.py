@@ -6,16 +6,13 @@ The machine that this runs on is not looked at.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from edge_dflash.board.archs import Arch, Chip, find_arch
 from edge_dflash.common.files import directory
-from edge_dflash.common.nested import Items, Object, ValueReader
-from edge_dflash.common.rules import LINE, Rule, either, only, whole
-from edge_dflash.common.tables import read_yaml
-from edge_dflash.errors import BackendError, RecipeError
+from edge_dflash.common.tables import decode, read_yaml
+from edge_dflash.errors import BackendError, BundleError, RecipeError
 
 # Bytes of a board's memory that a pair cannot have: about 1 GB for Linux and its services without a desktop, about 1 GB
 # for the driver, the CUDA context and this program. A desktop, ROS or cameras come on top.
@@ -137,58 +134,22 @@ def board_profiles() -> tuple[BoardProfile, ...]:
     return tuple(sorted(boards, key=lambda b: b.name))
 
 
-def _sm(value: Any) -> int:
-    """Compute capability: a number such as 110, or an arch in any of its spellings."""
-    if not isinstance(value, str):
-        return int(_POSITIVE.take(value))
-    return find_arch(value).sm
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise TypeError
-    return tuple(map(str, value))
-
-
-def _table(kind: type[Any], **rules: ValueReader) -> Object:
-    """All fields of a dataclass, each of which must be given; those without a rule are texts."""
-    names = sorted(kind.__dataclass_fields__)
-    needed = dict.fromkeys(names, "add it")
-    return Object({name: rules.get(name, LINE) for name in names}, needed)
-
-
-_POSITIVE = whole(1).saying("a positive integer")
-_COUNT = either(only("", None), whole(0), "an integer from 0, or null")
-_NAMES = Rule(_names, "give a list")
-_BOARD = _table(
-    BoardProfile,
-    aliases=_NAMES,
-    models=_NAMES,
-    sm=Rule(_sm, "give a positive integer or an arch"),
-    memory_bytes=_POSITIVE,
-    memory_bandwidth_bytes_per_s=_POSITIVE,
-    read_bandwidth_bytes_per_s=_POSITIVE.or_none(),
-    multiprocessors=_POSITIVE,
-    gpu_clock_hz=_POSITIVE,
-    power_modes=Items(_table(PowerMode, id=_COUNT, watts=_COUNT)),
-    jetpacks=Items(_table(JetPackVersion)),
-    notes=Items(_table(Note)),
-)
-
-
 def read_board(path: Path) -> BoardProfile:
     """Read one profile. Raises RecipeError naming file, key, value found and what is accepted."""
     try:
-        found = read_yaml(path, _BOARD, "jetson/README.md")
-    except BackendError as error:
-        raise RecipeError(f"{path}: sm: {error}") from None
-    found["name"] = found["name"].lower()
-    found["aliases"] = tuple(alias.lower() for alias in found["aliases"])
-    for key, kind in {"power_modes": PowerMode, "jetpacks": JetPackVersion, "notes": Note}.items():
-        found[key] = tuple(kind(**one) for one in found[key])
-    board = BoardProfile(**found)
-    if (read := board.read_bandwidth_bytes_per_s) is not None and read > board.memory_bandwidth_bytes_per_s:
+        found = read_yaml(path, None, "jetson/README.md")
+        if isinstance(found, dict) and isinstance(found.get("sm"), str):  # an arch in any of its spellings
+            found["sm"] = find_arch(found["sm"]).sm
+        board = decode(BoardProfile, found, str(path))
+    except (BackendError, BundleError) as error:
+        where = "" if str(path) in str(error) else f"{path}.sm: "
+        raise RecipeError(f"{where}{error}; see jetson/README.md") from None
+    read, peak = board.read_bandwidth_bytes_per_s, board.memory_bandwidth_bytes_per_s
+    for key, value in vars(board).items():
+        if isinstance(value, int) and value < 1:
+            raise RecipeError(f"{path}.{key}: found {value}, wanted a positive integer; see jetson/README.md")
+    if read is not None and read > peak:
         raise RecipeError(
-            f"{path}: read_bandwidth_bytes_per_s is {read}; give at most memory_bandwidth_bytes_per_s, or null"
+            f"{path}.read_bandwidth_bytes_per_s: found {read}, wanted at most the peak of {peak}, or null"
         )
-    return board
+    return replace(board, name=board.name.lower(), aliases=tuple(alias.lower() for alias in board.aliases))

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from edge_dflash.bundle.parts import DATA, SCALE, Part, Tensor, whole, wide_first
-from edge_dflash.errors import BackendError, BuildError, CheckpointError
+from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.weights.formats import (
     BLOCK,
     Array,
@@ -120,7 +120,7 @@ def check_finite(name: str, weight: Weight, run: Run = map) -> float:
             raise _not_finite(name, "NaN or infinity")
         return largest
     if weight.damaged():
-        raise _not_finite(name, "an FP8 NaN or a scale that is not a positive number")
+        raise _not_finite(name, "an FP8 NaN, or a scale that is negative or no number")
     return 0.0
 
 
@@ -228,12 +228,9 @@ class _StackSource:
     def _data(self) -> Iterator[Array]:
         self._scales = []
         blocks = self._experts(self._stack) if isinstance(self._stack, ExpertStack) else self._rows(self._stack)
-        try:
-            for packed in _ahead(self._pool, blocks):
-                self._scales.append(packed.scale)
-                yield packed.data
-        except BackendError as error:  # what the decisions could not see: block scales
-            raise CheckpointError(f"{self._stack.names[0]}: {error}") from None
+        for packed in _ahead(self._pool, blocks):
+            self._scales.append(packed.scale)
+            yield packed.data
 
     def _rows(self, stack: Stack) -> Iterator[Callable[[], Repacked]]:
         """What makes each block of rows."""

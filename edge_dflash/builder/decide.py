@@ -398,18 +398,18 @@ def _backends(
 ) -> tuple[Choice, dict[str, WeightFormat], EngineFiles | None, tuple[str, ...]]:
     """Backends that take the pair, the format of every weight, the engines, and warnings."""
     weights, engines = pair_programs(pair).weights, None
-    formats = recipe.formats(weights, {name: store.stored.get(name) for name in weights})
+    formats = recipe.formats(weights, {name: store.get(name) for name in weights})
     if pair.target.tied and not FORMATS[formats["target.lm_head"]].quantized:
         formats["target.lm_head"] = TIED  # a wide head is not stored twice
     warnings: tuple[str, ...] = ()
     if "native" in choice.backends:
-        formats, warnings = decide_native(choice.arch.name, recipe, pair, store.stored, formats)
+        formats, warnings = decide_native(choice.arch.name, recipe, pair, store, formats)
     if "tensorrt" in choice.backends:
         if pair.target.experts is not None and "native" not in choice.backends:
             raise BackendError("experts are the native kernels' beside plans; build it with --backend native,tensorrt")
         try:
             warnings = warnings if "native" in choice.backends else expanded_weights(recipe, pair, formats)
-            formats, engines = decide_engines(choice.arch.name, recipe, pair, store.stored, formats, chunk)
+            formats, engines = decide_engines(choice.arch.name, recipe, pair, store, formats, chunk)
         except BackendError as error:
             if choice.given or choice.active == "tensorrt":
                 raise

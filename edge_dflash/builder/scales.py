@@ -265,7 +265,7 @@ def decide_scales(
         for name, spec in programs.weights.items()
         if (form := formats[name]) != "tied" and recipe.nvfp4_activations(spec, form)
     ]
-    inputs = {name: scale for name in linears if (scale := _input_scale(store.stored.get(name))) is not None}
+    inputs = {name: scale for name in linears if (scale := _input_scale(store.get(name))) is not None}
     stored = (*kv, *inputs)
     missing_kv = tuple(state for state in states if state not in kv)
     missing_inputs = tuple(name for name in linears if name not in inputs)

@@ -60,11 +60,6 @@ class SwappedStore(PairCheckpoint):
         """Whether there is a vision tower that nobody reads: what a bundle has, is read."""
         return False
 
-    @property
-    def stored(self) -> SwappedStore:
-        """The same."""
-        return self
-
     def stored_kv_scale(self, state: str) -> tuple[float, float] | None:
         """The bundle's for the target, the checkpoint's for the drafter."""
         if state.startswith("target."):

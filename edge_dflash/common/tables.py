@@ -137,8 +137,11 @@ def _mismatch(where: str, value: object, wanted: str) -> BundleError:
 MOST = 1 << 16  # bytes of a YAML file; those that ship have at most a few thousand
 
 
-def read_yaml(path: Path, table: Object, help_file: str) -> dict[str, Any]:
-    """The keys that a YAML file gives, as ``table`` takes them. Raises RecipeError; ``help_file`` explains the keys."""
+def read_yaml(path: Path, table: Object | None, help_file: str) -> dict[str, Any]:
+    """The keys that a YAML file gives, as ``table`` takes them; None: for :func:`decode`. Raises RecipeError.
+
+    ``help_file`` explains the keys.
+    """
     try:
         document = _loader()(read_text(path, MOST)).get_single_data()
     except Exception as error:  # the library lets ValueError, KeyError and others out of tagged or odd scalars
@@ -146,7 +149,7 @@ def read_yaml(path: Path, table: Object, help_file: str) -> dict[str, Any]:
         reason = "nested too deeply" if deep else getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
         raise RecipeError(f"{path}: not a readable YAML file ({reason}); see {help_file}") from None
     try:
-        return table.read(document)
+        return table.read(document) if table else document
     except FieldError as error:
         raise RecipeError(f"{path}: {error}; see {help_file}") from None
 

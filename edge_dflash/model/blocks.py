@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from edge_dflash.model.builder import GraphBuilder
-from edge_dflash.model.ops import Experts, SharedExpert
+from edge_dflash.model.ops import GATED, Elementwise, Experts, SharedExpert
 from edge_dflash.model.specs import (
     AttentionSpec,
     DrafterSpec,
@@ -39,7 +39,7 @@ def decoder_layer(g: GraphBuilder, x: str, prefix: str, layer: LayerSpec) -> str
     if isinstance(layer.feed_forward, ExpertsSpec):
         y = experts(g, m, prefix, layer.feed_forward)
     else:
-        y = gated_linear(g, m, prefix, layer.feed_forward)
+        y = gated_linear(g, m, prefix, layer.feed_forward, GATED[layer.activation])
     return g.add(x, _convolved(g, y, c, name, conv, 1), f"{prefix}.out")
 
 
@@ -86,11 +86,11 @@ def gated_delta(g: GraphBuilder, h: str, prefix: str, spec: GatedDeltaSpec, laye
     return g.linear(o, f"{name}.out_proj", g.columns(h), "gated_delta", f"{prefix}.delta_out")
 
 
-def gated_linear(g: GraphBuilder, m: str, prefix: str, intermediate: int) -> str:
-    """The MLP W_down(silu(W_gate m) * W_up m), without the residual."""
+def gated_linear(g: GraphBuilder, m: str, prefix: str, intermediate: int, gated: type[Elementwise]) -> str:
+    """The MLP W_down(gated(W_gate m, W_up m)), without the residual."""
     gate = g.linear(m, f"{prefix}.mlp.gate_proj", intermediate, "mlp", f"{prefix}.gate")
     up = g.linear(m, f"{prefix}.mlp.up_proj", intermediate, "mlp", f"{prefix}.up")
-    act = g.swiglu(gate, up, f"{prefix}.swiglu")
+    act = g.elementwise(gated, (gate, up), f"{prefix}.swiglu")
     return g.linear(act, f"{prefix}.mlp.down_proj", g.columns(m), "mlp", f"{prefix}.down")
 
 

@@ -17,15 +17,10 @@ from edge_dflash.model.ops import (
     Embed,
     GatedDelta,
     GroupedConv,
-    KvAppend,
     Linear,
-    MarkovWalk,
     Op,
-    Remap,
     RmsNorm,
-    SelectorWalk,
     SelectRows,
-    SwiGlu,
 )
 from edge_dflash.model.program import DeltaState, KvState, Program, State, WeightKind, WeightSpec
 from edge_dflash.model.specs import (
@@ -33,8 +28,6 @@ from edge_dflash.model.specs import (
     GatedDeltaSpec,
     GroupedConvSpec,
     LayerSpec,
-    MarkovSpec,
-    SelectorSpec,
 )
 
 
@@ -99,10 +92,6 @@ class GraphBuilder:
         """Residual sum."""
         return self.elementwise(Add, (a, b), out)
 
-    def swiglu(self, gate: str, up: str, out: str) -> str:
-        """silu(gate) * up."""
-        return self.elementwise(SwiGlu, (gate, up), out)
-
     def elementwise(self, op: type[Elementwise], inputs: tuple[str, ...], out: str) -> str:
         """An op on tensors with the same columns."""
         for other in inputs[1:]:
@@ -124,7 +113,7 @@ class GraphBuilder:
         op = Attend(
             inputs=(q, k, v),
             output=f"{prefix}.attn",
-            state=self._kv_state(k, v, prefix, spec),
+            state=self.kv_state(k, v, prefix, spec),
             q_norm=self.weight(f"{prefix}.self_attn.q_norm", (spec.head_dim,), "vector", "norm"),
             k_norm=self.weight(f"{prefix}.self_attn.k_norm", (spec.head_dim,), "vector", "norm"),
             eps=layer.eps,
@@ -134,21 +123,6 @@ class GraphBuilder:
             **vars(spec),  # the op has the fields of the geometry
         )
         return self.emit(op, columns)
-
-    def kv_append(self, k: str, v: str, prefix: str, spec: AttentionSpec, eps: float) -> str:
-        """Store context K/V of the drafter layer ``prefix``: ``{prefix}.ctx``."""
-        op = KvAppend(
-            inputs=(k, v),
-            output=f"{prefix}.ctx",
-            state=self._kv_state(k, v, prefix, spec),
-            k_norm=self.weight(f"{prefix}.self_attn.k_norm", (spec.head_dim,), "vector", "norm"),
-            eps=eps,
-            plus_one=False,
-            rope=spec.rope,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-        )
-        return self.emit(op, 0)
 
     def gated_delta(self, qkv: str, z: str, a: str, b: str, prefix: str, spec: GatedDeltaSpec, eps: float) -> str:
         """Gated delta rule of the layer ``prefix``: ``{prefix}.delta``."""
@@ -181,66 +155,8 @@ class GraphBuilder:
         op = GroupedConv(inputs=(u, c), output=out, base=base, side=side, taps=spec.taps, group_size=size)
         return self.emit(op, hidden)
 
-    def remap(self, x: str, ids: str, vocab: int, out: str) -> str:
-        """Logits of a draft vocabulary as logits of ``vocab`` tokens."""
-        if self._columns[x] > vocab:
-            raise ValueError(f"{self._name}: {self._columns[x]} drafted tokens of a vocabulary of {vocab}")
-        self.weight(ids, (self._columns[x],), "vector", "ids")
-        return self.emit(Remap(inputs=(x,), output=out, weight=ids, vocab=vocab), vocab)
-
-    def selector_walk(self, hidden: str, logits: str, prefix: str, spec: SelectorSpec, out: str) -> str:
-        """Choose drafts among the candidates of each row (DFlash2); ``prefix`` is the module of the selector."""
-        vocab = self._columns[logits]
-        if not 1 <= spec.top_k <= vocab:
-            raise ValueError(f"{self._name}: {spec} takes candidates from {vocab} tokens")
-        op = SelectorWalk(
-            inputs=(hidden, logits),
-            output=out,
-            rank=spec.rank,
-            top_k=spec.top_k,
-            projection=self._walk(f"{prefix}.hidden_projection", spec.rank, self._columns[hidden]),
-            predecessor=self._walk(f"{prefix}.predecessor_codebook", vocab, spec.rank),
-            successor=self._walk(f"{prefix}.successor_codebook", vocab, spec.rank),
-        )
-        return self.emit(op, 0)
-
-    def markov_walk(self, hidden: str, logits: str, prefix: str, spec: MarkovSpec, out: str) -> str:
-        """Choose drafts by logits and the token before (DSpark); ``prefix`` is the model."""
-        vocab, rank, columns, head = self._columns[logits], spec.rank, self._columns[hidden], f"{prefix}.markov_head"
-        if spec.top_k is not None and not 1 <= spec.top_k <= vocab:
-            raise ValueError(f"{self._name}: {spec} takes candidates from {vocab} tokens")
-        mix = None
-        if spec.kind == "gated":
-            mix = self._affine(f"{head}.gate_proj", rank, columns + rank)
-        elif spec.kind == "rnn":
-            mix = self._affine(f"{head}.joint_proj", 3 * rank, 2 * rank + columns)
-        judge = None
-        if spec.confidence is not None:
-            read = columns + (rank if spec.confidence == "markov" else 0)
-            judge = self._affine(f"{prefix}.confidence_head.proj", 1, read)
-        op = MarkovWalk(
-            inputs=(hidden, logits),
-            output=out,
-            kind=spec.kind,
-            rank=rank,
-            top_k=spec.top_k,
-            predecessor=self._walk(f"{head}.markov_w1", vocab, rank),
-            successor=self._walk(f"{head}.markov_w2", vocab, rank),
-            mix=mix,
-            confidence=spec.confidence,
-            judge=judge,
-        )
-        return self.emit(op, 0)
-
-    def _walk(self, name: str, rows: int, columns: int) -> str:
-        return self.weight(name, (rows, columns), "walk", "walk")
-
-    def _affine(self, name: str, rows: int, columns: int) -> tuple[str, str]:
-        """Matrix and bias of a walk."""
-        self.weight(f"{name}.bias", (rows,), "vector", "walk")
-        return self._walk(name, rows, columns), f"{name}.bias"
-
-    def _kv_state(self, k: str, v: str, prefix: str, spec: AttentionSpec) -> str:
+    def kv_state(self, k: str, v: str, prefix: str, spec: AttentionSpec) -> str:
+        """The KV cache of the layer ``prefix``, which k and v are for."""
         for tensor in (k, v):
             self._expect(tensor, spec.kv_heads * spec.head_dim)
         self._states[f"{prefix}.kv"] = KvState(spec.kv_heads, spec.head_dim)

@@ -23,6 +23,7 @@ from edge_dflash.model.blocks import decoder_layer, draft_rows, embed, logits
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import DECODER, either, read_attention, trained
 from edge_dflash.model.fields import Fields, Table, flag, free, inner, integer, integers, names, only
+from edge_dflash.model.ops import KvAppend, Remap
 from edge_dflash.model.program import Program
 from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, DrafterLayerMask, DrafterSpec, LayerSpec, TargetSpec
 
@@ -174,7 +175,19 @@ def append_context(g: GraphBuilder, taps: str, spec: DrafterSpec) -> None:
         prefix = f"drafter.layers.{index}"
         k = g.linear(f, f"{prefix}.self_attn.k_proj", kv_columns, "attention", f"{prefix}.ctx_k")
         v = g.linear(f, f"{prefix}.self_attn.v_proj", kv_columns, "attention", f"{prefix}.ctx_v")
-        g.kv_append(k, v, prefix, spec.attention, spec.rms_norm_eps)
+        geometry = spec.attention
+        op = KvAppend(
+            inputs=(k, v),
+            output=f"{prefix}.ctx",
+            state=g.kv_state(k, v, prefix, geometry),
+            k_norm=g.weight(f"{prefix}.self_attn.k_norm", (geometry.head_dim,), "vector", "norm"),
+            eps=spec.rms_norm_eps,
+            plus_one=False,
+            rope=geometry.rope,
+            kv_heads=geometry.kv_heads,
+            head_dim=geometry.head_dim,
+        )
+        g.emit(op, 0)
 
 
 def layers(spec: DrafterSpec) -> tuple[LayerSpec, ...]:
@@ -207,4 +220,8 @@ def propose(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec) -> Program:
     if spec.draft_vocab is None:
         return g.program(logits=logits(g, rows, target), hidden=x)
     own = g.linear(rows, "drafter.lm_head", spec.draft_vocab, "lm_head", "draft_logits")
-    return g.program(logits=g.remap(own, DRAFT_IDS, target.vocab_size, "logits"), hidden=x)
+    if spec.draft_vocab > target.vocab_size:
+        raise ValueError(f"{spec.draft_vocab} drafted tokens of a vocabulary of {target.vocab_size}")
+    ids = g.weight(DRAFT_IDS, (spec.draft_vocab,), "vector", "ids")
+    op = Remap(inputs=(own,), output="logits", weight=ids, vocab=target.vocab_size)
+    return g.program(logits=g.emit(op, target.vocab_size), hidden=x)

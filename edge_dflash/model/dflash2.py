@@ -18,6 +18,7 @@ from edge_dflash.model.blocks import draft_rows, logits
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import trained
 from edge_dflash.model.fields import Fields, integer
+from edge_dflash.model.ops import SelectorWalk
 from edge_dflash.model.program import Program
 from edge_dflash.model.specs import DrafterSpec, GroupedConvSpec, SelectorSpec, TargetSpec
 
@@ -59,5 +60,22 @@ def propose(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec) -> Program:
     x = dflash.block(g, target, spec)
     drafts = draft_rows(g, x, spec)
     scores = logits(g, drafts, target)
-    g.selector_walk(drafts, scores, "drafter.candidate_selector", head, "walk")
+    walk(g, drafts, scores, head)
     return g.program(logits=scores, hidden=x, draft_hidden=drafts)
+
+
+def walk(g: GraphBuilder, rows: str, scores: str, head: SelectorSpec) -> None:
+    """The selector over the draft rows. Raises ValueError for candidates that are not."""
+    name, rank, vocab = "drafter.candidate_selector", head.rank, g.columns(scores)
+    if not 1 <= head.top_k <= vocab:
+        raise ValueError(f"{head} takes candidates from {vocab} tokens")
+    op = SelectorWalk(
+        inputs=(rows, scores),
+        output="walk",
+        rank=rank,
+        top_k=head.top_k,
+        projection=g.weight(f"{name}.hidden_projection", (rank, g.columns(rows)), "walk", "walk"),
+        predecessor=g.weight(f"{name}.predecessor_codebook", (vocab, rank), "walk", "walk"),
+        successor=g.weight(f"{name}.successor_codebook", (vocab, rank), "walk", "walk"),
+    )
+    g.emit(op, 0)

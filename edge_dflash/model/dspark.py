@@ -15,6 +15,7 @@ from edge_dflash.model.blocks import draft_rows, logits
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import either, trained
 from edge_dflash.model.fields import Fields, flag, free, integer, only, text
+from edge_dflash.model.ops import MarkovWalk
 from edge_dflash.model.program import Program
 from edge_dflash.model.specs import Confidence, DrafterSpec, MarkovKind, MarkovSpec, TargetSpec
 
@@ -88,5 +89,40 @@ def propose(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec) -> Program:
     rows = draft_rows(g, x, spec)
     scores = logits(g, rows, target)
     if isinstance(head := spec.head, MarkovSpec):
-        g.markov_walk(rows, scores, "drafter", head, "walk")
+        walk(g, rows, scores, head)
     return g.program(logits=scores, hidden=x, draft_hidden=rows)
+
+
+def walk(g: GraphBuilder, rows: str, scores: str, head: MarkovSpec) -> None:
+    """The Markov head over the draft rows, and its confidence head. Raises ValueError for candidates that are not."""
+    vocab, rank, hidden = g.columns(scores), head.rank, g.columns(rows)
+    if head.top_k is not None and not 1 <= head.top_k <= vocab:
+        raise ValueError(f"{head} takes candidates from {vocab} tokens")
+
+    def matrix(name: str, shape: tuple[int, int]) -> str:
+        return g.weight(f"drafter.{name}", shape, "walk", "walk")
+
+    def affine(name: str, shape: tuple[int, int]) -> tuple[str, str]:
+        bias = g.weight(f"drafter.{name}.bias", shape[:1], "vector", "walk")
+        return matrix(name, shape), bias
+
+    mix = judge = None
+    if head.kind == "gated":
+        mix = affine("markov_head.gate_proj", (rank, hidden + rank))
+    elif head.kind == "rnn":
+        mix = affine("markov_head.joint_proj", (3 * rank, 2 * rank + hidden))
+    if head.confidence is not None:
+        judge = affine("confidence_head.proj", (1, hidden + (rank if head.confidence == "markov" else 0)))
+    op = MarkovWalk(
+        inputs=(rows, scores),
+        output="walk",
+        kind=head.kind,
+        rank=rank,
+        top_k=head.top_k,
+        predecessor=matrix("markov_head.markov_w1", (vocab, rank)),
+        successor=matrix("markov_head.markov_w2", (vocab, rank)),
+        mix=mix,
+        confidence=head.confidence,
+        judge=judge,
+    )
+    g.emit(op, 0)

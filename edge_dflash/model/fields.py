@@ -13,9 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from edge_dflash.common.slips import slip_of
 from edge_dflash.errors import CheckpointError, UnsupportedModelError, short
-from edge_dflash.model.foreign import FOREIGN
 from edge_dflash.model.specs import MAX_LAYERS
 
 Use = Literal["read", "refused unless", "without effect"]
@@ -45,16 +43,6 @@ class Key:
     required: bool = False  # of a key refused unless one of some values: whether it must be there
     why: str = ""  # it has no effect, or what another value would mean
     beside: str = ""  # when a key that is read does not count
-
-
-def _unknown(name: str, table: Table) -> str:
-    """Of a key that a table does not have: where it belongs, what it is elsewhere, or what it is a slip of."""
-    if outer := [key for key, known in table.items() if known.keys is not None and name in known.keys]:
-        return f" here (it is known inside {' and '.join(outer)}): {_UNKNOWN}"
-    if name in FOREIGN:
-        return f": it is {FOREIGN[name]}, which this version does not compute"
-    near = slip_of(name, table)
-    return f"{f' (did you mean {near}?)' if near else ''}: {_UNKNOWN}"
 
 
 def integer(default: Any = REQUIRED, least: int = 1, most: int = MOST, *, null: bool = False, beside: str = "") -> Key:
@@ -129,7 +117,9 @@ class Fields:
                 raise self.lacks(name)
         for name, value in values.items():
             if name not in table and ANY not in table:
-                raise self.error(name, value, f"no such setting{_unknown(name, table)}")
+                outer = [key for key, known in table.items() if known.keys is not None and name in known.keys]
+                here = f" here (it is known inside {' and '.join(outer)})" if outer else ""
+                raise self.error(name, value, f"no such setting{here}: {_UNKNOWN}")
 
     def has(self, name: str) -> bool:
         """Whether the key is there and not null."""

@@ -13,10 +13,11 @@ In a tower's pass the rows are the patches of one frame. Inputs that depend on t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from edge_dflash.model.specs import Confidence, MarkovKind, RopeSpec
+from edge_dflash.model.specs import Activation, AttentionSpec, Confidence, MarkovKind, RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,10 @@ class SwiGlu(Elementwise):
     """y = silu(gate) * up; inputs (gate, up)."""
 
 
+GATED: Mapping[Activation, type[Elementwise]] = {"silu": SwiGlu}
+"""What an MLP makes of its gate and up, by the activation of its layer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Concat(DenseOp):
     """Concatenation along columns, in the order of ``inputs`` (taps)."""
@@ -128,7 +133,7 @@ class KvAppend(StateOp):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attend(StateOp):
+class Attend(StateOp, AttentionSpec):
     """Inputs (q, k, v): QK-norm, RoPE, append K/V to ``state``, attention over all stored rows, output gate.
 
     q is [rows, Hq*D], or [rows, Hq*2*D] with query and gate interleaved per head when ``gated``. The row at position
@@ -142,11 +147,6 @@ class Attend(StateOp):
     k_norm: str
     eps: float
     plus_one: bool
-    rope: RopeSpec
-    heads: int
-    kv_heads: int
-    head_dim: int
-    gated: bool
     bidirectional: bool
     window: int | None
 

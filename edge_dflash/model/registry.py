@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from edge_dflash.common.files import is_there
 from edge_dflash.common.tables import read_json
@@ -84,6 +84,7 @@ DRAFTERS: Mapping[str, Drafter] = {
 """By :attr:`DrafterSpec.kind`."""
 
 
+Row = TypeVar("Row", Target, Drafter)
 MASK_ROW = "mask_embedding.pt"  # next to the files of some drafters
 NO_DRAFTER = "none"  # in the place of a drafter's directory: the target alone
 
@@ -101,16 +102,10 @@ def read_target_spec(directory: Path) -> TargetSpec:
     """Spec of the target in ``directory``. Raises CheckpointError, UnsupportedModelError for another architecture."""
     file = directory / "config.json"
     config = read_json(file)
-    name = _name(file, config)
-    if speculators.is_spelled(config) or any(name in drafter.classes for drafter in DRAFTERS.values()):
+    if speculators.is_spelled(config) or any(_name(file, config) in one.classes for one in DRAFTERS.values()):
         raise UnsupportedModelError(f"{file} is a drafter; give it as the drafter, not as the target")
-    targets = {called: target for target in TARGETS.values() for called in target.classes}
-    if name not in targets:
-        raise _unsupported(file, config, name, tuple(targets))
-    target, text = targets[name], config.get("text_config")
-    if target.table["num_experts"].use != "read":
-        for part in (config, text) if isinstance(text, dict) else (config,):
-            _refuse_experts(file, part)
+    name, target = _of(file, config, TARGETS)
+    text = config.get("text_config")
     if text is not None and target.nested is not None:
         flat, sees = qwen3_5.flat(target.nested, config), vision.has_tower(directory, config)
         fields = Fields(file, flat, vision.pictured(target.nested) if sees else target.nested)
@@ -134,12 +129,8 @@ def read_drafter_spec(directory: Path, target_layers: int | None = None) -> Draf
         )
     if speculators.is_spelled(config):
         config = speculators.spelled(Fields(file, config, speculators.TABLE))
-    drafters = {called: drafter for drafter in DRAFTERS.values() for called in drafter.classes}
-    name = _name(file, config)
-    if name not in drafters:
-        raise _unsupported(file, config, name, tuple(drafters))
-    _refuse_experts(file, config)
-    return drafters[name].read(Fields(file, config, drafters[name].table), target_layers)
+    _, drafter = _of(file, config, DRAFTERS)
+    return drafter.read(Fields(file, config, drafter.table), target_layers)
 
 
 def match_pair(target: TargetSpec, drafter: DrafterSpec) -> PairSpec:
@@ -213,16 +204,9 @@ def _name(file: Path, config: Mapping[str, Any]) -> str:
     return names[0]
 
 
-def _refuse_experts(file: Path, config: Mapping[str, Any]) -> None:
-    """Before its keys are looked at: most of those that are unknown are about the experts."""
-    if "moe" in (kind := str(config.get("model_type")).lower()):
-        raise UnsupportedModelError(f"{file}: {kind} is a mixture-of-experts model, wanted a dense one")
-
-
-def _unsupported(file: Path, config: Mapping[str, Any], name: str, accepted: tuple[str, ...]) -> UnsupportedModelError:
-    kind = ""
-    if "moe" in name.lower() or "moe" in str(config.get("model_type", "")).lower():
-        kind = " (a mixture-of-experts model)"
-    elif name == "Qwen3DFlashModel":
-        kind = " (DeepSpec's own DFlash, another drafter design)"
-    return UnsupportedModelError(f"{file}: architecture {name}{kind} is not supported, wanted {' or '.join(accepted)}")
+def _of(file: Path, config: Mapping[str, Any], rows: Mapping[str, Row]) -> tuple[str, Row]:
+    """The class that config.json names, and its row. Raises UnsupportedModelError."""
+    name, known = _name(file, config), {called: row for row in rows.values() for called in row.classes}
+    if name not in known:
+        raise UnsupportedModelError(f"{file}: architecture {name} is not supported, wanted {' or '.join(known)}")
+    return name, known[name]

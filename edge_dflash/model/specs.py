@@ -20,6 +20,7 @@ EMBEDDING = -1  # the tap that is the embedding's output, among layer ids
 
 LayerType = Literal["full_attention", "linear_attention"]
 MarkovKind = Literal["vanilla", "gated", "rnn"]
+Activation = Literal["silu"]
 Confidence = Literal["hidden", "markov"]
 
 
@@ -104,6 +105,7 @@ class LayerSpec:
     mixer: AttentionSpec | GatedDeltaSpec
     feed_forward: int | ExpertsSpec  # I of an MLP
     eps: float  # of all norms
+    activation: Activation = "silu"  # of an MLP's gate; experts have silu
     plus_one: bool = False  # RMS norms by 1 + w; that inside a gated delta layer is by w
     bidirectional: bool = False  # what a row of attention sees, with ``window``: see DrafterLayerMask
     window: int | None = None

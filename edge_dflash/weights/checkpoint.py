@@ -16,7 +16,7 @@ from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, rea
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.model.vision import PATCH_EMBED, TOWER
 from edge_dflash.weights.declared import WIDE, Declared, read_declared
-from edge_dflash.weights.formats import FORMATS, Weight, WeightStore, WideWeight
+from edge_dflash.weights.formats import FORMATS, Weight, WideWeight
 from edge_dflash.weights.safetensors import TensorFiles
 from edge_dflash.weights.stored import SUFFIXES, ByExpert, Int4Weight, ModuleReader, by_expert
 
@@ -40,10 +40,9 @@ class PairCheckpoint:
     See :class:`edge_dflash.weights.formats.WeightStore`. Arrays are views of the mapped files.
     """
 
-    def __init__(self, parts: Mapping[str, _Part], expected: Mapping[str, WeightSpec], *, checked: bool = True) -> None:
+    def __init__(self, parts: Mapping[str, _Part], expected: Mapping[str, WeightSpec]) -> None:
         self._parts = parts
         self._expected = expected
-        self._checked = checked
 
     @classmethod
     def open(cls, target: Path, drafter: Path | None, expected: Mapping[str, WeightSpec]) -> PairCheckpoint:
@@ -68,19 +67,13 @@ class PairCheckpoint:
         return {"drafter": part}
 
     def get(self, name: str) -> Weight:
-        """Return a weight. Raises KeyError for an unknown name, CheckpointError for block scales that are no scales."""
-        part = self._parts[name.partition(".")[0]]
-        return (part.get if self._checked else part.read)(name, self._expected[name])
+        """Return a weight; whether its codes are damaged is asked of it. Raises KeyError for an unknown name."""
+        return self._parts[name.partition(".")[0]].read(name, self._expected[name])
 
     @property
     def has_tower(self) -> bool:
         """Whether the target's files hold a vision tower, read or not."""
         return bool(self._parts["target"].tower)
-
-    @property
-    def stored(self) -> WeightStore:
-        """The same weights for those who ask how they are stored: no values are read, so none are checked."""
-        return PairCheckpoint(self._parts, self._expected, checked=False)
 
     def kv_scale(self, state: str) -> tuple[float, float]:
         """FP8 scales (k, v) that the checkpoint carries for a KV state; (1.0, 1.0) when it has none."""
@@ -222,12 +215,6 @@ class _Part:
                 prefix = self._prefix + layer.partition(".")[2]
                 names |= {f"{prefix}.{scale}" for scale in (*self._names.k_scales, *self._names.v_scales)}
         return names
-
-    def get(self, name: str, spec: WeightSpec) -> Weight:
-        """Read a weight that is present, and check its block scales."""
-        weight = self.read(name, spec)
-        self._reader.check_values(self._module(name), weight)
-        return weight
 
     def read(self, name: str, spec: WeightSpec) -> Weight:
         """Read a weight that is present."""

@@ -169,8 +169,8 @@ class Nvfp4Weight(Weight):
         return replace(self, packed=self.packed[rows], block_scale=self.block_scale[rows])
 
     def damaged(self) -> bool:
-        """See :class:`Weight`."""
-        return _has_nan(self.block_scale) or not _positive(np.array([self.global_scale]))
+        """See :class:`Weight`. Tensor cores would drop the sign of a block scale."""
+        return bool((self.block_scale >= E4M3_NAN).any()) or not _positive(np.array([self.global_scale]))
 
 
 @dataclass(frozen=True, kw_only=True)

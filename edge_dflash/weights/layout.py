@@ -46,7 +46,7 @@ import numpy.typing as npt
 
 from edge_dflash.board.archs import supports
 from edge_dflash.errors import BackendError
-from edge_dflash.weights.formats import BLOCK, E4M3_NAN, FORMATS, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.formats import BLOCK, FORMATS, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 from edge_dflash.weights.safetensors import forget_pages
 
 Bytes = npt.NDArray[np.uint8]
@@ -127,7 +127,7 @@ def repack(weights: Weight | Sequence[Weight], *, swiglu: bool = False, words: W
     """Streaming form of one matrix [N, K] or of a stack with a common K and format; ``swiglu``: (gate, up).
 
     Exact and deterministic. Raises BackendError for a mixed stack, a K that is not a multiple of 16, wide values that
-    are not BF16, NVFP4 weights that want NVFP4 activations, and scales that are negative or not a number.
+    are not BF16, and NVFP4 weights that want NVFP4 activations. A weight must not be :meth:`Weight.damaged`.
     """
     stack = (weights,) if isinstance(weights, Weight) else tuple(weights)
     formats = {FORMATS[w.format].streamed or w.format for w in stack}
@@ -155,8 +155,6 @@ def _codes(weight: Weight) -> tuple[Bytes, Bytes]:
                     f"an NVFP4 linear {list(weight.shape)} wants NVFP4 activations; the native backend keeps them "
                     "BF16: build with a recipe that drops the input scale"
                 )
-            if weight.block_scale.size and int(weight.block_scale.max()) >= E4M3_NAN:
-                raise BackendError("an NVFP4 block scale is negative or not a number: the checkpoint is damaged")
             zero = np.repeat(weight.block_scale == 0, BLOCK // 2, axis=1)
             packed = np.where(zero, np.uint8(0), weight.packed) if zero.any() else weight.packed
             return packed, SCALE_CODE[weight.block_scale]

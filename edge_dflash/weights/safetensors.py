@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from edge_dflash.board.linux import drop_page_cache
 from edge_dflash.common.files import LARGE, is_there, open_regular, parse_json
 from edge_dflash.common.tables import read_json, unique_keys
 from edge_dflash.errors import CheckpointError, short
@@ -110,19 +111,10 @@ class TensorFiles:
         return entry.dtype, raw.view(kind).reshape(entry.shape)
 
     def release(self) -> None:
-        """Close the maps and drop the files from the page cache; the next access maps them again."""
+        """Close the maps and drop the files from the page cache, which counts as used memory on a Jetson."""
         files, self._maps = tuple(self._maps), {}
         for file in files:
-            drop_page_cache(file)
-
-
-def drop_page_cache(file: Path) -> None:
-    """Tell the kernel that a file's cached pages are not needed (they count as used memory on Jetson)."""
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+            drop_page_cache(file.resolve())
 
 
 def _locate(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:

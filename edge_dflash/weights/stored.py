@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from edge_dflash.errors import CheckpointError
-from edge_dflash.weights.formats import BLOCK, E4M3_NAN, Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight, bf16_to_f32
+from edge_dflash.weights.formats import BLOCK, Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight, bf16_to_f32
 from edge_dflash.weights.safetensors import DTYPES, Entry, TensorFiles
 
 KV_SCALE = (1e-6, 1e3)  # outside, real keys and values would all be 0 or 448
@@ -157,11 +157,6 @@ class ModuleReader:
             wanted = f"BF16 or F32 [{shape[0]}, channels, frames, rows, columns] of {shape[1]} values a row"
             raise self._error(tensor, f"{kind} {list(data.shape)}", wanted)
         return WideWeight(data.reshape(shape))
-
-    def check_values(self, module: str, weight: Weight) -> None:
-        """Refuse NVFP4 block scales that are negative or NaN: tensor cores would drop the sign."""
-        if isinstance(weight, Nvfp4Weight) and (weight.block_scale >= E4M3_NAN).any():
-            raise self._error(f"{module}.weight_scale", "negative or NaN in some block", "E4M3 numbers of at least 0")
 
     def kv_scale(self, tensor: str) -> float:
         """FP8 scale of keys or values: their largest magnitude / 448."""

@@ -114,7 +114,7 @@ def test_boards_are_found_by_arch_and_may_name_it(tmp_path):
         (tmp_path / "board.yaml").write_text(yaml.safe_dump({**document, "sm": word}))
         assert read_board(tmp_path / "board.yaml").sm == 110
     (tmp_path / "board.yaml").write_text(yaml.safe_dump({**document, "sm": "sm42"}))
-    with pytest.raises(RecipeError, match=r"board.yaml: sm: arch is 'sm42'; accepted are"):
+    with pytest.raises(RecipeError, match=r"board.yaml.sm: arch is 'sm42'; accepted are"):
         read_board(tmp_path / "board.yaml")
 
 

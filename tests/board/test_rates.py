@@ -10,7 +10,7 @@ from paths import ROOT
 
 from edge_dflash.backends.cuda.compile import KERNELS
 from edge_dflash.bench.random_pair import synthetic_pair
-from edge_dflash.board.archs import ARCHS, H200, Chip, KernelRate, RowRates, find_arch
+from edge_dflash.board.archs import ARCHS, H200, Chip, KernelRate, find_arch
 from edge_dflash.board.profiles import board_profiles, load_board
 from edge_dflash.checks.footprint import expert_layers, expert_parameters, row_parameters
 from edge_dflash.checks.inspect import inspect_recipe, products
@@ -90,11 +90,6 @@ def most_reached():
 REACHED = most_reached()
 
 
-def points(rate):
-    """Rows and FLOP a clock and multiprocessor."""
-    return rate.flops if isinstance(rate, RowRates) else ((0, rate.flops),)
-
-
 @pytest.mark.parametrize("arch", GPUS, ids=lambda arch: arch.name)
 def test_no_rate_is_above_what_its_kernel_reached_or_the_products_of_the_arch(arch):
     for use, rate in arch.rates.items():
@@ -102,7 +97,7 @@ def test_no_rate_is_above_what_its_kernel_reached_or_the_products_of_the_arch(ar
         assert (KERNELS / rate.kernel).is_file()
         assert rate.where
         assert rate.how in ("measured", "by proxy", "assumed")
-        for (_, flops), most in zip(points(rate), reached if isinstance(reached, list) else [reached], strict=True):
+        for (_, flops), most in zip(rate.flops, reached if isinstance(reached, list) else [reached], strict=True):
             assert flops <= 1.01 * most, f"{use}: {rate.kernel} reached {most:.0f}"
             assert flops <= arch.mma, f"{use}: products of {arch.name} are {arch.mma}"
             assert rate.how == "assumed" or flops == pytest.approx(most, rel=0.01)  # what was reached, no more, no less
@@ -111,7 +106,7 @@ def test_no_rate_is_above_what_its_kernel_reached_or_the_products_of_the_arch(ar
 def test_prompts_reach_their_rate_from_the_least_rows_on():
     thor = find_arch("sm110")
     for run in few_runs("T5000", "prompt"):
-        share = run["flops_a_clock"] / thor.prompts.flops
+        share = run["flops_a_clock"] / thor.prompts.flops[0][1]
         assert share > 0.99 if run["rows"] >= thor.least_rows else share < 0.8
 
 
@@ -125,10 +120,10 @@ def test_a_rate_is_measured_only_where_kernels_ran():
 def test_a_rate_of_the_data_sheet_is_found():
     """What stood here once: 0.35 of 250 TFLOP/s, which only tcgen05 does."""
     thor = find_arch("sm110")
-    old = replace(thor.prompts, flops=0.35 * 250e12 / thor.chip.clocks)
+    old = replace(thor.prompts, flops=((0, 0.35 * 250e12 / thor.chip.clocks),))
     with pytest.raises(AssertionError, match=r"linear_tiles.cu reached 1048"):
         test_no_rate_is_above_what_its_kernel_reached_or_the_products_of_the_arch(replace(thor, prompts=old))
-    joint = replace(thor.joint, flops=tuple((rows, old.flops) for rows, _ in thor.joint.flops))
+    joint = replace(thor.joint, flops=tuple((rows, old.flops[0][1]) for rows, _ in thor.joint.flops))
     with pytest.raises(AssertionError, match=r"linear_cluster.cu reached"):
         test_no_rate_is_above_what_its_kernel_reached_or_the_products_of_the_arch(replace(thor, joint=joint))
 
@@ -164,7 +159,7 @@ def test_what_is_read_was_measured_below_the_peak():
 
 
 def test_a_pass_computes_the_rows_of_its_tile_and_more_in_turn():
-    rates, chip = RowRates("k", ((16, 1.0), (32, 4.0)), "by proxy", "here"), Chip(2, 10.0)
+    rates, chip = KernelRate("k", ((16, 1.0), (32, 4.0)), "by proxy", "here"), Chip(2, 10.0)
     times = {rows: rates.seconds(100, rows, chip) for rows in (0, 1, 16, 17, 32, 33, 64, 65)}
     assert times == {0: 0, 1: 160, 16: 160, 17: 80, 32: 80, 33: 240, 64: 160, 65: 320}
     assert rates.steps(128) == (16, 32, 64, 96, 128)
@@ -175,9 +170,9 @@ def test_a_pass_computes_the_rows_of_its_tile_and_more_in_turn():
 
 
 def test_a_rate_that_is_held_is_an_assumption():
-    rate = KernelRate("k", 10.0, "by proxy", "here")
+    rate = KernelRate("k", ((0, 10.0),), "by proxy", "here")
     assert rate.held(10.0) is rate
-    assert rate.held(9.0) == replace(rate, flops=9.0, how="assumed")
+    assert rate.held(9.0) == replace(rate, flops=((0, 9.0),), how="assumed")
     assert rate.by_rows(Chip(2, 3.0)) == [(0, 60.0)]
 
 

@@ -14,6 +14,7 @@ from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.cycle import drafted
 from edge_dflash.decode.sampling import GREEDY, Sampling, choose, choose_row, pack
 from edge_dflash.decode.walk import WalkRows
+from edge_dflash.model import dflash2, dspark
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.ops import GroupedConv
 from edge_dflash.model.specs import MarkovSpec, SelectorSpec
@@ -35,8 +36,7 @@ def op(head):
     g = GraphBuilder("propose", commits=False)
     hidden = g.embed("ids", "rows", V, H, "hidden")
     logits = g.linear(hidden, "head", V, "lm_head", "logits")
-    write = g.selector_walk if isinstance(head, SelectorSpec) else g.markov_walk
-    write(hidden, logits, "drafter", head, "walk")
+    (dflash2 if isinstance(head, SelectorSpec) else dspark).walk(g, hidden, logits, head)
     program = g.program(logits=logits)
     return program.walk, {name: program.weights[name].shape for name in program.walk.weights}
 

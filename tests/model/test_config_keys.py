@@ -8,12 +8,9 @@ import pytest
 from config_mutations import OUTCOMES, bases, load, verdicts
 from golden_pairs import GOLDEN
 
-from edge_dflash.common.slips import slip_of
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
-from edge_dflash.model.foreign import FOREIGN
-from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import RopeSpec, YarnScaling
-from edge_dflash.model.vision import pictured
 from edge_dflash.weights.declared import read_declared
 from edge_dflash.weights.safetensors import TensorFiles
 
@@ -89,7 +86,7 @@ def test_rope_scaling_beside_other_rope_parameters_is_refused(target, changes):
         ("qwen3-tiny", {"vocab_size": 1 << 40}, "vocab_size is 1099511627776, wanted an integer of at most"),
         ("qwen3-tiny", {"mlp_bias": True}, "mlp_bias is true: biases of linears"),
         ("qwen3-tiny", {"text_config": {}}, "text_config is {}"),
-        ("qwen3-tiny", {"rope_thetaa": 1e6}, r"wanted no such setting \(did you mean rope_theta\?\): this version"),
+        ("qwen3-tiny", {"rope_thetaa": 1e6}, "wanted no such setting: this version does not know what it changes"),
         (
             "qwen3-tiny",
             {"beta_fast": 32},
@@ -107,38 +104,6 @@ def test_rope_scaling_beside_other_rope_parameters_is_refused(target, changes):
 def test_keys_that_change_the_maths_are_refused_by_name(target, name, changes, words):
     with pytest.raises(CheckpointError, match=words):
         target(name, **changes)
-
-
-@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
-def test_a_factor_on_top_of_yarn_is_named_as_what_it_is(target, place):
-    for key, value, words in (
-        ("attn_factor", 0.8782488562869419, "a factor on top of YaRN's own attention_factor"),
-        ("mscale_all_dim", 1.0, "DeepSeek's scale of attention under YaRN"),
-        ("low_freq_factor", 1.0, "bounds of Llama 3's rotary scaling"),
-    ):
-        with pytest.raises(CheckpointError) as refused:
-            target(**{place: {**YARN, "rope_theta": 1e6, key: value}})
-        message = str(refused.value)
-        assert (
-            f"{place}.{key} is {value}, wanted no such setting: it is {words}, which this version does not" in message
-        )
-        assert "did you mean" not in message
-
-
-def tables():
-    """All tables of keys, with those inside."""
-    pending = [one.table for one in (*TARGETS.values(), *DRAFTERS.values())]
-    pending += [found for one in TARGETS.values() if one.nested for found in (one.nested, pictured(one.nested))]
-    while pending:
-        table = pending.pop()
-        yield table
-        pending += [key.keys for key in table.values() if key.keys is not None]
-
-
-@pytest.mark.parametrize("key", FOREIGN)
-def test_no_key_of_others_is_taken_for_a_slip_of_ours(key):
-    for table in tables():
-        assert key in table or slip_of(key, table) is None, f"{key} is taken for {slip_of(key, table)}"
 
 
 @pytest.mark.parametrize(

@@ -278,16 +278,6 @@ def test_the_configuration_is_asked_by_the_checkpoints_own_names(files):
         turned.open()
 
 
-def test_how_a_weight_is_stored_is_asked_without_its_values(files):
-    changed = files(MODELOPT)
-    changed.tensors[f"{GATE}.weight_scale"][1][:] = 0xB8
-    store, _ = changed.open()
-    name = "target.layers.1.mlp.experts.3.gate_proj"
-    assert store.stored.get(name).format == "nvfp4"
-    with pytest.raises(CheckpointError, match=rf"{GATE}\.weight_scale is negative or NaN"):
-        store.get(name)
-
-
 def test_tens_of_thousands_of_tensors_open_in_seconds(tmp_path):
     """Ten layers of a published mixture; a step that is quadratic would take minutes."""
     text = mixture_config()["text_config"]
@@ -296,4 +286,4 @@ def test_tens_of_thousands_of_tensors_open_in_seconds(tmp_path):
     assert len(TensorFiles.open(target).names()) > 31_000
     store, weights = opened(target)
     assert len(weights) == 10 * (3 * 257 + 4) + 8 * 9 + 2 * 6 + 3
-    assert {store.stored.get(name).format for name in weights} == {"bf16", "fp8", "nvfp4"}
+    assert {store.get(name).format for name in weights} == {"bf16", "fp8", "nvfp4"}
