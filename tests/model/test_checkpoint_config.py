@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 from golden_pairs import GOLDEN
-from synthetic import CONFIGS
 
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
 from edge_dflash.model.registry import match_pair, read_drafter_spec, read_pair, read_target_spec
@@ -89,32 +88,17 @@ def test_stop_tokens_of_both_files_are_joined(target):
         ({"architectures": ["Qwen3_5MoeForCausalLM"]}, UnsupportedModelError, "model_type is 'qwen3_5_text': another"),
         ({"architectures": ["LlamaForCausalLM"]}, UnsupportedModelError, "architecture LlamaForCausalLM"),
         ({"architectures": ["DFlashDraftModel"]}, UnsupportedModelError, "give it as the drafter"),
-        ({"architectures": []}, CheckpointError, "architectures is"),
-        ({"attention_bias": True}, UnsupportedModelError, "attention_bias"),
         ({"attention_bias": "no"}, CheckpointError, "attention_bias is 'no', wanted true or false"),
-        ({"model_type": 5}, CheckpointError, "model_type is 5: another model, wanted 'qwen3_5'"),
-        ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act is 'gelu'"),
-        ({"output_gate_type": "sigmoid"}, UnsupportedModelError, "output_gate_type"),
         ({"hidden_size": DELETE}, CheckpointError, "lacks the field hidden_size"),
-        ({"hidden_size": "128"}, CheckpointError, "hidden_size is '128', wanted an integer"),
         ({"num_hidden_layers": 7}, CheckpointError, "layer_types is 8, wanted a list of 7"),
         ({"num_key_value_heads": 3}, CheckpointError, "num_key_value_heads is 3"),
         ({"linear_num_value_heads": 5}, CheckpointError, "linear_num_value_heads is 5"),
         ({"linear_num_value_heads": 5, "eos_token_id": -1}, CheckpointError, "linear_num_value_heads is 5"),
-        ({"rms_norm_eps": -1}, CheckpointError, "rms_norm_eps is -1"),
         ({"rope_parameters": {"rope_theta": 1e7, "rope_type": "llama3"}}, CheckpointError, "rope_type is 'llama3'"),
         ({"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.3}}, CheckpointError, "partial_rotary"),
         ({"eos_token_id": "x"}, CheckpointError, "eos_token_id is 'x'"),
         ({"eos_token_id": [0, 512]}, CheckpointError, r"eos_token_id is \[0, 512\], wanted a token id below .* 512"),
-        (
-            {"model_type": "qwen2"},
-            CheckpointError,
-            "model_type is 'qwen2': another model, wanted 'qwen3_5' or 'qwen3_5_text'",
-        ),
-        ({"num_experts": 64}, UnsupportedModelError, "num_experts is 64: a mixture-of-experts"),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, CheckpointError, "layer_types is 'linear_attention'"),
-        ({"rms_norm_eps": 10**400}, CheckpointError, "rms_norm_eps is 1000"),
-        ({"rope_parameters": []}, CheckpointError, r"rope_parameters is \[\], wanted an object"),
     ],
 )
 def test_bad_target_configs_are_refused(target, changes, error, words):
@@ -152,24 +136,6 @@ def test_sliding_windows_of_a_target_are_refused(target):
         target("qwen3-tiny", layer_types=DELETE, use_sliding_window=True, sliding_window=8)
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.iterdir() if path.is_dir()))
-def test_published_configs_are_pairs(name):
-    pair = read_pair(CONFIGS / name / "target", CONFIGS / name / "drafter")
-    assert pair.drafter.block_size in (7, 8, 16)
-    assert len(pair.drafter.target_layer_ids) == (8 if name in ("qwen3.8-27b-dspark", "qwen3.6-35b-a3b") else 5)
-
-
-def test_unreadable_configs_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
-        read_target_spec(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not valid JSON"):
-        read_target_spec(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="wanted an object"):
-        read_target_spec(tmp_path)
-
-
 def test_drafter_variants(drafter):
     base = drafter()
     assert base.layers == (DrafterLayerMask(False, 24),) * 2 + (DrafterLayerMask(True, None),)
@@ -187,16 +153,6 @@ def test_without_layer_types_a_window_counts_when_it_is_used(drafter):
     assert drafter(layer_types=DELETE, max_window_layers=1, use_sliding_window=False).layers == masks[:1] * 3
     with pytest.raises(CheckpointError, match="lacks the field max_window_layers"):  # which layers slide is not guessed
         drafter(layer_types=DELETE, use_sliding_window=True, max_window_layers=DELETE)
-
-
-def test_yarn_of_a_drafter(drafter):
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    assert drafter(rope_scaling=yarn).attention.rope.scaling == YarnScaling(4.0, 32768)
-
-
-def test_taps_may_be_more_than_layers(drafter):
-    five = {"mask_token_id": 511, "target_layer_ids": [0, 1, 2, 3, 4]}
-    assert drafter(dflash_config=five).target_layer_ids == (0, 1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("name", ["qwen3-tiny-dflash", "qwen3_5-tiny-dflash2", "qwen3-tiny-dspark-gated"])
@@ -243,22 +199,16 @@ def test_a_target_says_how_many_layers_it_has_where_its_drafter_does_not(drafter
         ({"architectures": ["DSparkDraftModel"]}, CheckpointError, "lacks the field markov_rank"),
         ({"architectures": ["Qwen3ForCausalLM"]}, UnsupportedModelError, "wanted DFlashDraftModel"),
         ({"sample_from_anchor": True}, UnsupportedModelError, "sample_from_anchor"),
-        ({"markov_rank": 0}, UnsupportedModelError, "markov_rank is 0: a DSpark/DeepSpec drafter"),
         ({"transformer_layer_config": {}}, UnsupportedModelError, "speculators format"),
         ({"model_type": "llama"}, CheckpointError, "model_type is 'llama': another model, wanted 'qwen3'"),
         ({"attention_bias": True}, UnsupportedModelError, "attention_bias"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, CheckpointError, "rope_type is 'longrope'"),
         (
             {"dflash_config": {"mask_token_id": 511, "block_size": 16, "target_layer_ids": [1]}},
             CheckpointError,
             "block_size is 8, wanted the same",
         ),
-        ({"is_causal": 1}, CheckpointError, "is_causal is 1, wanted true or false"),
-        ({"block_size": DELETE}, CheckpointError, "lacks the field"),
-        ({"block_size": 1}, CheckpointError, "block_size is 1"),
         ({"sliding_window": None}, CheckpointError, "lacks the field sliding_window"),
         ({"layer_types": ["full_attention", "x", "full_attention"]}, CheckpointError, "layer_types is 'x'"),
-        ({"dflash_config": {"target_layer_ids": [1]}}, CheckpointError, "mask_token_id"),
         ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": []}}, CheckpointError, "at least one layer"),
     ],
 )
@@ -283,25 +233,6 @@ def test_bad_drafter_configs_are_refused(drafter, changes, error, words):
 def test_pairs_that_do_not_match_are_refused(drafter, changes, words):
     with pytest.raises(CheckpointError, match=words):
         match_pair(read_target_spec(GOLDEN / "qwen3_5-tiny"), drafter(**changes))
-
-
-@pytest.mark.parametrize(
-    ("key", "neutral", "other"),
-    [
-        ("is_neox_style", True, False),
-        ("rope_is_neox_style", True, False),
-        ("attention_sink_bias", False, True),
-        ("input_embedding_scale", 1.0, 2.0),
-        ("output_multiplier", 1, 0.5),
-        ("final_logit_softcapping", None, 30.0),
-    ],
-)
-def test_keys_of_other_runtimes_that_change_a_drafters_maths_are_refused(drafter, key, neutral, other):
-    inner = {"mask_token_id": 511, "target_layer_ids": [1, 4, 6]}
-    assert drafter(**{key: neutral}) == drafter(dflash_config=inner | {key: neutral}) == drafter()
-    for changes in ({key: other}, {"dflash_config": inner | {key: other}}):
-        with pytest.raises(CheckpointError, match=f"{key} is {json.dumps(other)}"):
-            drafter(**changes)
 
 
 def mixed(**changes):
@@ -344,14 +275,12 @@ def test_experts_are_counted_by_either_name(target):
     ("changes", "words"),
     [
         ({"num_experts": 513}, "num_experts is 513, wanted an integer of at most 512"),
-        ({"num_experts": 0}, "num_experts is 0, wanted an integer of at least 1"),
         ({"num_experts": None}, "lacks the field num_experts"),
         ({"num_experts_per_tok": 9}, r"num_experts_per_tok is 9, wanted at most num_experts \(8\)"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2: layers without experts, wanted 1"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]: layers without experts"),
         ({"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size is 32: a shared expert"),
         ({"model_type": "qwen3"}, "model_type is 'qwen3': another model, wanted 'qwen3_moe'"),
-        ({"moe_intermediate_size": DELETE}, "lacks the field moe_intermediate_size"),
     ],
 )
 def test_mixtures_that_are_not_known_are_refused(target, changes, words):
@@ -365,15 +294,9 @@ def test_mixtures_that_are_not_known_are_refused(target, changes, words):
     [
         ({"norm_topk_prob": False}, "norm_topk_prob is false: weights of experts that do not sum to 1, wanted true"),
         ({"shared_expert_intermediate_size": DELETE}, "lacks the field shared_expert_intermediate_size"),
-        ({"mlp_only_layers": [3]}, "mlp_only_layers"),
-        ({"num_experts": "8"}, "num_experts is '8', wanted an integer"),
         ({"model_type": "qwen3_5_text"}, "another model, wanted 'qwen3_5_moe' or 'qwen3_5_moe_text'"),
     ],
 )
 def test_mixtures_with_a_shared_expert_that_are_not_known_are_refused(target, changes, words):
     with pytest.raises(CheckpointError, match=words):
         target("qwen3_5_moe-tiny", **changes)
-
-
-def test_keys_of_dense_layers_have_no_effect_on_mixtures(target):
-    assert target("qwen3_5_moe-tiny", intermediate_size=7, router_aux_loss_coef=0.5) == target("qwen3_5_moe-tiny")

@@ -8,8 +8,8 @@ import pytest
 from config_mutations import OUTCOMES, bases, load, verdicts
 from golden_pairs import GOLDEN
 
-from edge_dflash.errors import CheckpointError, UnsupportedModelError
-from edge_dflash.model.registry import read_drafter_spec, read_target_spec
+from edge_dflash.errors import CheckpointError
+from edge_dflash.model.registry import read_target_spec
 from edge_dflash.model.specs import RopeSpec, YarnScaling
 from edge_dflash.weights.declared import read_declared
 from edge_dflash.weights.safetensors import TensorFiles
@@ -74,29 +74,16 @@ def test_rope_scaling_beside_other_rope_parameters_is_refused(target, changes):
     ("name", "changes", "words"),
     [
         ("qwen3-tiny", {"is_causal": False}, "is_causal is false: a target that sees ahead, wanted true"),
-        ("qwen3_5-tiny", {"is_causal": False}, "is_causal is false"),
-        ("qwen3_5-tiny-nvfp4-ct", {"is_causal": False}, "is_causal is false"),
-        ("qwen3-tiny", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0, wanted no such setting"),
-        ("qwen3-tiny", {"original_max_position_embeddings": 64}, "original_max_position_embeddings is 64, wanted no"),
         ("qwen3-tiny", {"per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config is .*: layers that differ"),
-        ("qwen3-tiny", {"rms_norm_eps": None}, "rms_norm_eps is null"),
-        ("qwen3-tiny", {"head_dim": None}, "head_dim is null"),
         ("qwen3-tiny", {"hidden_size": 128.0}, r"hidden_size is 128\.0, wanted an integer"),
         ("qwen3-tiny", {"num_hidden_layers": True}, "num_hidden_layers is true, wanted an integer"),
         ("qwen3-tiny", {"vocab_size": 1 << 40}, "vocab_size is 1099511627776, wanted an integer of at most"),
-        ("qwen3-tiny", {"mlp_bias": True}, "mlp_bias is true: biases of linears"),
-        ("qwen3-tiny", {"text_config": {}}, "text_config is {}"),
         ("qwen3-tiny", {"rope_thetaa": 1e6}, "wanted no such setting: this version does not know what it changes"),
         (
             "qwen3-tiny",
             {"beta_fast": 32},
             r"no such setting here \(it is known inside rope_parameters and rope_scaling\)",
         ),
-        ("qwen3-tiny", {"linear_num_key_heads": 2}, "linear_num_key_heads is 2, wanted no such setting"),
-        ("qwen3_5-tiny", {"attn_output_gate": False}, "attn_output_gate is false: attention without its gate"),
-        ("qwen3_5-tiny", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype is 'bfloat16'"),
-        ("qwen3_5-tiny", {"partial_rotary_factor": None}, "partial_rotary_factor is null, wanted a positive number"),
-        ("qwen3_5-tiny", {"sliding_window": 64}, "sliding_window is 64: a target with sliding layers"),
         ("qwen3_5-tiny", {"architectures": ["Qwen3_5ForConditionalGeneration"]}, "lacks the field text_config"),
         ("qwen3_5-tiny-nvfp4-ct", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, wanted no such setting"),
     ],
@@ -170,10 +157,7 @@ def test_a_kv_cache_that_is_not_8_bit_float_per_tensor_is_refused(tmp_path, dial
             "transform_config is .*: weights in another",
         ),
         ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format is .*: sparse"),
-        ({**COMPRESSED, "format": "int-quantized"}, "format is 'int-quantized': another format of weights"),
         ({**MODELOPT, "kv_cache_quant_algo": "INT8"}, "kv_cache_quant_algo is 'INT8', wanted 'FP8'"),
-        ({**MODELOPT, "group_size": 32}, "group_size is 32: NVFP4 has groups of 16"),
-        ({**MODELOPT, "has_zero_point": True}, "has_zero_point is true: zero points"),
         ({"quant_algo": "NVFP4"}, r"lacks the field quantization_config\.quant_method"),
     ],
 )
@@ -225,14 +209,3 @@ def test_names_that_occur_twice_in_the_other_files_are_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x", "a": "model.safetensors"}}')
     with pytest.raises(CheckpointError, match=r"index\.json .*'a' occurs twice"):
         TensorFiles.open(tmp_path)
-
-
-def test_keys_of_other_drafters_and_of_targets_are_refused(tmp_path):
-    for changes, error in (
-        ({"markov_rank": 16}, UnsupportedModelError),
-        ({"linear_num_key_heads": 2}, CheckpointError),
-        ({"dflash_config": {"mask_token_id": 511, "conv_kernel_size": 2}}, CheckpointError),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(load("qwen3-tiny-dflash") | changes))
-        with pytest.raises(error, match=r"markov_rank|linear_num_key_heads|conv_kernel_size"):
-            read_drafter_spec(tmp_path)

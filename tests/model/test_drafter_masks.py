@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import re
 from dataclasses import replace
 
@@ -108,21 +107,6 @@ def test_a_window_without_a_size_is_refused(tmp_path):
             write(tmp_path, windows=(ABSENT, ABSENT), **changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"is_causal": "yes"}, "is_causal is 'yes', wanted true or false"),
-        ({"causal": 0}, "dflash_config.causal is 0, wanted true or false"),
-        ({"use_swa": 1}, "dflash_config.use_swa is 1, wanted true or false"),
-        ({"use_swa": True, "windows": (24, 0)}, "swa_window_size is 0, wanted an integer"),
-        ({"use_swa": True, "windows": (24, 1 << 40)}, "swa_window_size is 1099511627776, wanted an integer"),
-    ],
-)
-def test_odd_values_are_refused_by_name(tmp_path, changes, words):
-    with pytest.raises(CheckpointError, match=words):
-        write(tmp_path, **changes)
-
-
 def recipe(tmp_path, masks):
     (tmp_path / "r.yaml").write_text(f"schema: 1\nname: x\nmasks:\n{masks}")
     return load_recipe(tmp_path / "r.yaml")
@@ -169,16 +153,6 @@ def test_bad_masks_of_a_recipe_are_refused(tmp_path, entry, words):
 def test_a_mask_that_matches_no_layer_is_refused():
     with pytest.raises(RecipeError, match=r"matches no layer of the drafter.*names are drafter\.layers\.0, "):
         Recipe("x", masks=(MaskOverride("drafter.layers.7"),)).masked(golden_pair())
-
-
-def test_a_window_is_counted_in_what_a_cycle_reads():
-    pair, board = golden_pair(), load_board("agx-thor")
-    whole, windowed = (
-        inspect_recipe(pair, Recipe("x", masks=(MaskOverride("*", window=w),)), board=board, max_context=256)
-        for w in ("none", 9)
-    )
-    assert windowed.cycle.drafter_kv < whole.cycle.drafter_kv
-    assert math.isclose(windowed.cycle.target_kv, whole.cycle.target_kv)
 
 
 def launched_masks(backend):

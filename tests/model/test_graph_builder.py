@@ -11,16 +11,6 @@ def started():
     return g, g.embed("ids", "target.embed_tokens", 10, 32, "x")
 
 
-def test_a_program_lists_ops_weights_states_and_outputs():
-    g, x = started()
-    y = g.linear(x, "target.w", 12, "mlp", "y")
-    program = g.program(logits=y)
-    assert [type(op).__name__ for op in program.ops] == ["Embed", "Linear"]
-    assert program.weights["target.w"].shape == (12, 32)
-    assert program.outputs == {"logits": "y"}
-    assert not program.commits
-
-
 def test_reading_a_tensor_that_does_not_exist_fails():
     g, _ = started()
     with pytest.raises(KeyError, match="nowhere"):

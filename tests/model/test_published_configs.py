@@ -272,12 +272,6 @@ def test_a_quantized_drafter_of_modelopt_is_read(tmp_path, named, mirrored):
             read_declared(tmp_path, ())
 
 
-def test_another_kv_cache_of_early_modelopt_is_refused(tmp_path):
-    write(tmp_path, {"quantization_config": {**EARLY_FP8, "kv_cache_scheme": "NVFP4"}})
-    with pytest.raises(CheckpointError, match=r"kv_cache_scheme is 'NVFP4', wanted an object"):
-        read_declared(tmp_path, ())
-
-
 BLOCKS = scheme(8, strategy="block", block_structure=[128, 128])
 
 
@@ -289,13 +283,6 @@ def test_what_a_group_says_of_modules_that_are_not_used_does_not_count(tmp_path)
     assert (declared(MLP), declared(QKV)) == ("nvfp4", "fp8")
     with pytest.raises(UnsupportedModelError, match=r"group_2\.weights\..* scales of another shape"):
         read_declared(tmp_path, (MLP, QKV, "mtp.fc"))
-
-
-def test_weights_in_reordered_groups_are_refused(tmp_path):
-    weights = scheme(4, 16, actorder="group")
-    config = {"quantization_config": compressed([group(weights, None, "nvfp4-pack-quantized")], "nvfp4-pack-quantized")}
-    with pytest.raises(UnsupportedModelError, match="actorder is 'group': reordered groups"):
-        read_declared(write(tmp_path, config), ())
 
 
 def dspark(**inside):

@@ -53,12 +53,6 @@ def test_without_a_tower_the_target_is_what_it_was(target):
         assert target(changes) == spec
 
 
-def test_a_text_target_says_nothing_of_images():
-    spec = read_target_spec(GOLDEN / "qwen3_5-tiny-nvfp4-ct")
-    assert (spec.vision, spec.attention.rope.mrope_section) == (None, None)
-    assert spec.text_only == spec
-
-
 @pytest.mark.parametrize(
     "size", [{"shortest_edge": 4096, "longest_edge": 65536}, {"min_pixels": 4096, "max_pixels": 65536}, None]
 )

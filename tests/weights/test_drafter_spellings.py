@@ -137,11 +137,6 @@ def test_what_speculators_writes_otherwise_is_refused_by_name(tmp_path, changes,
         read_drafter_spec(written(tmp_path / "drafter", "qwen3-dspark-vanilla", **changes))
 
 
-def test_keys_of_another_kind_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="markov_rank is 64, wanted no such key for a drafter of type 'dflash'"):
-        read_drafter_spec(written(tmp_path / "drafter", "qwen3", markov_rank=64))
-
-
 @pytest.mark.parametrize(("key", "value"), [("block_size", 3), ("mask_token_id", 1), ("target_layer_ids", [0])])
 def test_keys_of_the_layers_do_not_contradict_those_beside_them(tmp_path, key, value):
     layers = speculators("qwen3")["transformer_layer_config"]
@@ -227,44 +222,6 @@ def test_a_copy_beside_a_quantized_head_is_refused_with_the_reason(tmp_path):
         write(target, tensors, config)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is wide, target\.lm_head quantized"):
         opened(target, drafter)
-
-
-def test_geometry_comes_from_the_file_alone(tmp_path):
-    """Qwen3.6-35B-A3B has two drafters of one name: other layers, heads, taps, windows and mask ids."""
-    shared = {
-        **config_of("qwen3"),
-        "vocab_size": 248320,
-        "hidden_size": 2048,
-        "head_dim": 128,
-        "num_attention_heads": 32,
-        "intermediate_size": 6144,
-        "num_target_layers": 40,
-        "block_size": 16,
-        "rope_theta": 1e7,
-    }
-    older = shared | {
-        "num_hidden_layers": 8,
-        "num_key_value_heads": 4,
-        "layer_types": ["full_attention"] * 8,
-        "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 10, 19, 28, 37]},
-    }
-    newer = shared | {
-        "num_hidden_layers": 6,
-        "num_key_value_heads": 8,
-        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
-        "use_sliding_window": True,
-        "sliding_window": 4096,
-        "dflash_config": {"mask_token_id": 248077, "target_layer_ids": [1, 6, 11, 16, 22, 27, 32, 37]},
-    }
-    found = []
-    inside = newer["dflash_config"] | {"num_target_layers": 40}
-    elsewhere = {key: value for key, value in newer.items() if key != "num_target_layers"} | {"dflash_config": inside}
-    for config in (older, newer, elsewhere):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        spec = read_drafter_spec(tmp_path)
-        windows = [layer.window for layer in spec.layers]
-        found.append((spec.mask_token_id, spec.attention.kv_heads, len(spec.target_layer_ids), windows))
-    assert found == [(248070, 4, 5, [None] * 8), *[(248077, 8, 8, [4096] * 5 + [None])] * 2]
 
 
 def with_draft_vocabulary(directory, edit=lambda tensors, config: None):

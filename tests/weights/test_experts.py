@@ -2,17 +2,14 @@
 
 import json
 import re
-import shutil
 
 import numpy as np
 import pytest
+from checkpoint_files import Edited, opened
 from golden_pairs import GOLDEN
 from synthetic import mixture_config, write_mixture
 
 from edge_dflash.errors import CheckpointError
-from edge_dflash.model import pair_programs
-from edge_dflash.model.registry import read_pair
-from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.quantize import dequantize
 from edge_dflash.weights.safetensors import TensorFiles
 
@@ -22,38 +19,8 @@ LAYER = f"{PREFIX}layers.1.mlp"
 GATE, DOWN = f"{LAYER}.experts.3.gate_proj", f"{LAYER}.experts.3.down_proj"
 
 
-class Files:
-    """A copy of a golden target whose tensors and config a test may change."""
-
-    def __init__(self, directory, name):
-        self.directory = shutil.copytree(GOLDEN / name, directory / "target")
-        stored = TensorFiles.open(self.directory)
-        self.tensors = {n: (k, a.copy()) for n in stored.names() for k, a in [stored.array(n)]}
-        self.config = json.loads((self.directory / "config.json").read_text())
-
-    def write(self):
-        header, data = {}, b""
-        for name, (kind, array) in self.tensors.items():
-            header[name] = {
-                "dtype": kind,
-                "shape": list(array.shape),
-                "data_offsets": [len(data), len(data) + array.nbytes],
-            }
-            data += array.tobytes()
-        text = json.dumps(header).encode()
-        (self.directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
-        (self.directory / "config.json").write_text(json.dumps(self.config))
-        return self.directory
-
-    def open(self):
-        return opened(self.write())
-
-    def renamed(self, pattern, words):
-        """Change names; ``words`` is what :func:`re.sub` takes."""
-        found = {re.sub(pattern, words, name): value for name, value in self.tensors.items()}
-        assert len(found) == len(self.tensors)
-        assert found.keys() != self.tensors.keys()
-        self.tensors = found
+class Files(Edited):
+    """A copy of a golden mixture."""
 
     def stacked(self, *, number=lambda values: values):
         """All experts of a layer in two tensors, their scales beside them; ``number`` shapes [E] or [E, 2] scalars."""
@@ -77,11 +44,6 @@ class Files:
                         kind,
                         stacked,
                     )
-
-
-def opened(directory):
-    weights = pair_programs(read_pair(directory, None)).weights
-    return PairCheckpoint.open(directory, None, weights), weights
 
 
 def same(one, other):
@@ -145,12 +107,6 @@ def test_one_scale_may_be_of_gate_and_up_and_one_of_all_experts(files):
             assert store.get(name).input_scale == 0.25
 
 
-def test_names_may_lack_the_prefix(files):
-    text = files(SINGLE)
-    text.renamed(r"^model\.language_model\.", "model.")
-    same(text.open(), opened(GOLDEN / SINGLE))
-
-
 def test_experts_of_other_parts_are_left_out(files):
     more = files(SINGLE)
     more.tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = "BF16", np.zeros((3, 4, 4), np.uint16)
@@ -168,19 +124,10 @@ def test_experts_may_be_fp8(files):
     store, weights = fp8.open()
     names = [name for name, spec in weights.items() if spec.module == "experts"]
     assert {store.get(name).format for name in names} == {"fp8"}
-    stacked = Files(fp8.directory.parent / "again", SINGLE)
+    stacked = Files(fp8.target.parent / "again", SINGLE)
     stacked.tensors = dict(fp8.tensors)
     stacked.stacked()
     same(stacked.open(), (store, weights))
-
-
-def test_gate_and_up_may_have_different_scales(files):
-    odd = files(MODELOPT)
-    kind, scale = odd.tensors[f"{GATE}.weight_scale_2"]
-    odd.tensors[f"{GATE}.weight_scale_2"] = kind, scale * np.float32(0.5)
-    store, _ = odd.open()
-    gate, up = (store.get(f"target.layers.1.mlp.experts.3.{part}_proj") for part in ("gate", "up"))
-    assert gate.global_scale * 2 == up.global_scale
 
 
 def lost(name):
@@ -240,19 +187,9 @@ def test_experts_that_lie_the_other_way_round_are_refused(files):
         changed.open()
 
 
-@pytest.mark.parametrize(("method", "remedy"), [("gptq", "4-bit integers are not read"), ("fp8", "128 x 128")])
-def test_other_quantizers_are_refused_with_a_remedy(files, method, remedy):
-    changed = files(SINGLE)
-    changed.config["quantization_config"] = {"quant_method": method, "bits": 4}
-    with pytest.raises(
-        CheckpointError, match=rf"quant_method is '{method}'.*{remedy}.*: take the checkpoint in BF16 or"
-    ):
-        changed.open()
-
-
 def test_a_list_of_layers_may_name_all_experts_as_one(files):
     changed = files(MODELOPT)
-    scheme = changed.directory / "hf_quant_config.json"
+    scheme = changed.target / "hf_quant_config.json"
     config = json.loads(scheme.read_text())
     layers = config["quantization"]["quantized_layers"]
     assert f"{LAYER}.experts" in layers
@@ -269,7 +206,7 @@ def test_a_list_of_layers_may_name_all_experts_as_one(files):
 def test_the_configuration_is_asked_by_the_checkpoints_own_names(files):
     turned = files(MODELOPT)
     turned.renamed(r"\.experts\.(\d+)\.(\w+_proj)\.", r".experts.\2.\1.")
-    scheme = turned.directory / "hf_quant_config.json"
+    scheme = turned.target / "hf_quant_config.json"
     config = json.loads(scheme.read_text())
     layers = config["quantization"]["quantized_layers"]
     layers[f"{LAYER}.experts.gate_proj.3"] = {"quant_algo": "FP8"}
