@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from edge_dflash.bundle.parts import DATA, SCALE, Part, Tensor, whole, wide_first
+from edge_dflash.bundle.parts import SCALE, Part, Tensor, data_name, whole, wide_first
 from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.weights.formats import (
     BLOCK,
@@ -70,7 +70,7 @@ def weight_tensors(
     weights = convert(store, part.names, formats, input_scales, pool.map, again=again)
     make = partial(convert, store, formats=formats, input_scales={}, again=again)
     single = sorted((t for name, weight in weights.items() for t in whole(name, weight)), key=wide_first)
-    stacks = [tensor for stack in part.stacks for tensor in _StackSource(stack, make, pool, words).tensors]
+    stacks = [tensor for stack in part.stacks for tensor in _stack_tensors(stack, make, pool, words)]
     split = sum(tensor.kind == "F32" for tensor in single)  # two-byte vectors come last: scales stay aligned
     return [*single[:split], *stacks, *single[split:]]
 
@@ -208,51 +208,36 @@ def _stack_weights(stack: Stack, make: Converter, pool: Executor) -> tuple[Weigh
     return tuple(made[name] for name in stack.names)
 
 
-class _StackSource:
-    """Makes a stack's bytes when they are written; its scales are known when all bytes are."""
+def _stack_tensors(stack: Stack, make: Converter, pool: Executor, words: Words) -> tuple[Tensor, Tensor]:
+    """Bytes and scales of a stack, to be written in this order: its scales are known when all bytes are made."""
+    scales: list[Array] = []
 
-    def __init__(self, stack: Stack, make: Converter, pool: Executor, words: Words) -> None:
-        self._stack, self._make, self._pool = stack, make, pool
-        self._words: Words = words if stack.layout.format == "nvfp4" else "halves"
-        self._scales: list[Array] = []
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Bytes and scales, to be written in this order."""
-        stack = self._stack
-        return (
-            Tensor(f"{stack.key}.{DATA[self._words]}", "U8", (stack.nbytes,), self._data),
-            Tensor(f"{stack.key}.{SCALE}", "F32", (stack.rows,), self._scale),
-        )
-
-    def _data(self) -> Iterator[Array]:
-        self._scales = []
-        blocks = self._experts(self._stack) if isinstance(self._stack, ExpertStack) else self._rows(self._stack)
-        for packed in _ahead(self._pool, blocks):
-            self._scales.append(packed.scale)
+    def data() -> Iterator[Array]:
+        scales.clear()
+        for packed in _ahead(pool, _packers(stack, make, pool, words)):
+            scales.append(packed.scale)
             yield packed.data
 
-    def _rows(self, stack: Stack) -> Iterator[Callable[[], Repacked]]:
-        """What makes each block of rows."""
-        weights = _stack_weights(stack, self._make, self._pool)
-        for block in row_blocks(weights, stack.layout):
-            yield partial(pack, block, self._words)
+    return (
+        Tensor(f"{stack.key}.{data_name(stack, words)}", "U8", (stack.nbytes,), data),
+        Tensor(f"{stack.key}.{SCALE}", "F32", (stack.rows,), lambda: (np.concatenate(scales),)),
+    )
 
-    def _experts(self, stack: ExpertStack) -> Iterator[Callable[[], Repacked]]:
-        """What makes each member. A weight is read, quantized and packed when its turn comes."""
-        for expert in range(stack.experts):
-            yield partial(self._member, stack.expert(expert))
-        if stack.parts:
-            shared = self._weights(stack.expert(stack.experts))
-            for part in range(stack.parts):
-                yield partial(pack, shared_part(shared, stack.layout, part), self._words)
 
-    def _member(self, names: tuple[str, ...]) -> Repacked:
-        return pack(self._weights(names), self._words)
+def _packers(stack: Stack, make: Converter, pool: Executor, words: Words) -> Iterator[Callable[[], Repacked]]:
+    """What packs each block of rows; of experts each member, which is read and quantized when its turn comes."""
+    if not isinstance(stack, ExpertStack):
+        for block in row_blocks(_stack_weights(stack, make, pool), stack.layout):
+            yield partial(pack, block, words)
+        return
 
-    def _weights(self, names: tuple[str, ...]) -> tuple[Weight, ...]:
+    def weights(names: tuple[str, ...]) -> tuple[Weight, ...]:
         """An expert's gate and up, which are a fused group, or its down."""
-        return tuple(self._make(names).values())
+        return tuple(make(names).values())
 
-    def _scale(self) -> tuple[Array]:
-        return (np.concatenate(self._scales),)
+    for expert in range(stack.experts):
+        yield partial(lambda names: pack(weights(names), words), stack.expert(expert))
+    if stack.parts:
+        shared = weights(stack.expert(stack.experts))
+        for part in range(stack.parts):
+            yield partial(pack, shared_part(shared, stack.layout, part), words)

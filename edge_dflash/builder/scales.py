@@ -38,7 +38,7 @@ from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.e4m3 import E4M3_MAX
-from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, Weight, WeightFormat, WeightStore, WideWeight
+from edge_dflash.weights.formats import Nvfp4Weight, Weight, WeightFormat, WeightStore, WideWeight
 from edge_dflash.weights.quantize import GLOBAL_DIVISOR
 from edge_dflash.weights.recipe import Recipe
 
@@ -210,13 +210,9 @@ class _EmbeddingRows:
             if isinstance(self._store, PairCheckpoint):
                 self._store.release()
         weight = self._store.get(name)
-        match weight:
-            case WideWeight() if name in self._embeddings:
-                return WideWeight(weight.data[self._used])
-            case Fp8Weight() | Nvfp4Weight():
-                return replace(weight, input_scale=None)
-            case _:
-                return weight
+        if isinstance(weight, WideWeight) and name in self._embeddings:
+            return WideWeight(weight.data[self._used])
+        return replace(weight, input_scale=None) if isinstance(weight, Nvfp4Weight) else weight
 
 
 def _measured_part(program: Program, linears: Collection[str]) -> Program:

@@ -31,8 +31,8 @@ from edge_dflash.weights.safetensors import DTYPES, forget_pages
 from edge_dflash.weights.stacks import Stack, pair_experts, pair_stacks, tower_stacks
 
 CHUNK = 8 << 20  # bytes read or written at once
-# Tensors of a stack: one of these by its NVFP4 words (the last for other formats, and for NVFP4 of older bundles),
-DATA: Mapping[Words, str] = {"shared": "words", "bytes": "pairs", "halves": "data"}
+# Tensors of a stack: one of these by its NVFP4 words ("data" for other formats),
+DATA: Mapping[Words, str] = {"shared": "words", "bytes": "pairs"}
 SCALE = "scale"  # and this
 JOURNAL = "journal.jsonl"  # of a build, in its working directory
 JOURNAL_SCHEMA = 1
@@ -71,8 +71,10 @@ def to_tensors(name: str, weight: Weight) -> dict[str, tuple[str, Array]]:
     return {f"{name}.{suffix}": part for suffix, part in parts.items()}
 
 
-def from_tensors(name: str, tensors: Mapping[str, tuple[str, Array]], shape: tuple[int, ...]) -> Weight:
-    """Undo :func:`to_tensors`, with views of the same bytes.
+def from_tensors(
+    name: str, tensors: Mapping[str, tuple[str, Array]], shape: tuple[int, ...], form: WeightFormat
+) -> Weight:
+    """Undo :func:`to_tensors` of a weight of a format, with views of the same bytes.
 
     ``tensors`` are all tensors whose name starts with ``name.``; ``shape`` is the logical shape. Raises ValueError
     saying what was found and what is wanted.
@@ -87,15 +89,13 @@ def from_tensors(name: str, tensors: Mapping[str, tuple[str, Array]], shape: tup
         return array
 
     kind, data = found.pop("weight", ("nothing", np.empty(0)))
-    form = next((form for form in FORMATS.values() if form.dtype == kind), None)
-    if form is None:
-        *others, last = (form.dtype for form in FORMATS.values())
-        raise ValueError(f"{name}.weight is {kind}, wanted {', '.join(others)} or {last}")
-    weight = form.weight.of(data, shape, take)
-    if form.quantized and "input_scale" in found:
+    if kind != (wanted := FORMATS[form].dtype):
+        raise ValueError(f"{name}.weight is {kind}, wanted {wanted} of {form}, as the manifest says")
+    weight = FORMATS[form].weight.of(data, shape, take)
+    if FORMATS[form].quantized and "input_scale" in found:
         weight = replace(weight, input_scale=float(take("input_scale", "F32", SCALAR)))  # type: ignore[type-var]
     if found:
-        raise ValueError(f"{name}.{sorted(found)[0]} is not part of a weight stored as {kind}")
+        raise ValueError(f"{name}.{sorted(found)[0]} is not part of a weight stored as {form}")
     if weight.shape != shape:
         raise ValueError(f"{name} has shape {list(weight.shape)}, wanted {list(shape)}")
     return weight
@@ -133,6 +133,11 @@ def stack_part(stack: Stack) -> str:
     return parts.pop() if len(parts) == 1 else part_of(f"{stack.names[0].partition('.')[0]}.hidden_norm")
 
 
+def data_name(stack: Stack, words: Words) -> str:
+    """Suffix of the tensor of a stack's bytes."""
+    return DATA[words] if stack.layout.format == "nvfp4" else "data"
+
+
 def stack_bytes(stack: Stack) -> int:
     """Bytes of a stack in its file."""
     return stack.nbytes + 4 * stack.rows
@@ -140,9 +145,9 @@ def stack_bytes(stack: Stack) -> int:
 
 def repacked_of(stack: Stack, tensors: Mapping[str, tuple[str, Array]]) -> Repacked:
     """A stack over the tensors of its file, as views. Raises ValueError saying what was found and what is wanted."""
-    words: Words = next((words for words, name in DATA.items() if f"{stack.key}.{name}" in tensors), "halves")
+    words: Words = next((words for words, name in DATA.items() if f"{stack.key}.{name}" in tensors), "shared")
     wanted = {
-        f"{stack.key}.{DATA[words]}": ("U8", (stack.nbytes,)),
+        f"{stack.key}.{data_name(stack, words)}": ("U8", (stack.nbytes,)),
         f"{stack.key}.{SCALE}": ("F32", (stack.rows,)),
     }
     for name, (kind, shape) in wanted.items():

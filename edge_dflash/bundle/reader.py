@@ -25,7 +25,6 @@ from edge_dflash.bundle.parts import Part, bundle_parts, from_tensors, hash_file
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.errors import BackendError, BundleError, CheckpointError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import FORMATS, TIED, Array, Weight
 from edge_dflash.weights.layout import Repacked
@@ -235,7 +234,11 @@ def _map_weights(path: Path, manifest: Manifest) -> tuple[dict[str, Weight], Sta
         groups = _tensors(path / name, part)
         try:
             stacks.update({stack.key: (stack, repacked_of(stack, groups[stack.key])) for stack in part.stacks})
-            weights.update({one: _weight(one, programs.weights[one], groups[one], manifest) for one in part.names})
+            for one in part.names:
+                spec, form = programs.weights[one], manifest.weights[one]
+                if spec.kind != "linear" and FORMATS[form].quantized:
+                    raise ValueError(f"{one} is stored as {form}; only linear weights may be quantized")
+                weights[one] = from_tensors(one, groups[one], spec.shape, form)
         except ValueError as error:
             raise BundleError(f"{path / name}: {error}; build the bundle again") from None
     if manifest.weights["target.lm_head"] == TIED:
@@ -258,16 +261,6 @@ def _tensors(file: Path, part: Part) -> dict[str, dict[str, tuple[str, Array]]]:
             raise BundleError(f"{file}: tensor {tensor} belongs to no weight of the models")
         groups[name][tensor] = tensors.array(tensor)
     return groups
-
-
-def _weight(name: str, spec: WeightSpec, tensors: Mapping[str, tuple[str, Array]], manifest: Manifest) -> Weight:
-    """A weight over the tensors of its file, as views. Raises ValueError saying what was found and what is wanted."""
-    weight = from_tensors(name, tensors, spec.shape)
-    if (found := weight.format) != manifest.weights[name]:
-        raise ValueError(f"{name} is stored as {found}, the manifest says {manifest.weights[name]}")
-    if spec.kind != "linear" and FORMATS[found].quantized:
-        raise ValueError(f"{name} is stored as {found}; only linear weights may be quantized")
-    return weight
 
 
 def _read_only(weight: Weight) -> Weight:

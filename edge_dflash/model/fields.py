@@ -39,7 +39,6 @@ class Key:
     accepted: tuple[Any, ...] = ()  # values of a key refused unless one of them; of a text, empty: all; of an object
     null: bool = False  # null counts as missing; otherwise null is refused
     keys: Table | None = None  # of an object
-    late: bool = False  # the object's keys are checked when the object is read, if it ever is
     required: bool = False  # of a key refused unless one of some values: whether it must be there
     why: str = ""  # it has no effect, or what another value would mean
     beside: str = ""  # when a key that is read does not count
@@ -80,9 +79,9 @@ def names(*accepted: str) -> Key:
     return Key("read", "names", accepted=accepted, null=True)
 
 
-def inner(keys: Table | None = None, *accepted: str, late: bool = False) -> Key:
+def inner(keys: Table | None = None, *accepted: str) -> Key:
     """An object, or a text of ``accepted``; null counts as missing. Without ``keys`` its reader brings the table."""
-    return Key("read", "object", keys=keys, null=True, late=late, accepted=accepted)
+    return Key("read", "object", keys=keys, null=True, accepted=accepted)
 
 
 def only(keys: str, *accepted: Any, why: str, required: bool = False) -> Table:
@@ -209,7 +208,7 @@ class Fields:
                 return
             if not isinstance(value, dict):
                 raise self.error(name, value, "an object")
-            if key.keys is not None and not key.late:
+            if key.keys is not None:
                 self.child(name)
         elif key.kind == "names":
             if not isinstance(value, list) or not all(isinstance(item, str) for item in value):

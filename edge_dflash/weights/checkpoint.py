@@ -15,10 +15,10 @@ from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_pair, read_target_spec
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.model.vision import PATCH_EMBED, TOWER
-from edge_dflash.weights.declared import WIDE, Declared, read_declared
-from edge_dflash.weights.formats import FORMATS, Weight, WideWeight
+from edge_dflash.weights.declared import check_quantization
+from edge_dflash.weights.formats import Weight, WideWeight
 from edge_dflash.weights.safetensors import TensorFiles
-from edge_dflash.weights.stored import SUFFIXES, ByExpert, Int4Weight, ModuleReader, by_expert
+from edge_dflash.weights.stored import SUFFIXES, Int4Weight, ModuleReader, by_expert
 
 _ROWS, _SHOWN = 4096, 3  # of a block; problems that a message lists
 
@@ -95,19 +95,19 @@ class _Part:
     def __init__(self, model: Literal["target", "drafter"], directory: Path) -> None:
         self._model = model
         self._directory = directory
-        self._spelled = ByExpert(TensorFiles.open(directory), {})
+        self.tensors = TensorFiles.open(directory)
+        check_quantization(directory)
         if model == "target":
             spec = read_target_spec(directory)
             self._tied, self._names = spec.tied, TARGETS[spec.architecture].names
             self._vocabulary = spec.vocab_size
             if spec.experts is not None:
                 skipped = (*self._names.skipped, *self._names.tower)
-                self._spelled = by_expert(self._spelled.tensors, spec.experts.count, skipped)
+                self.tensors = by_expert(self.tensors, spec.experts.count, skipped)
         else:
             drafter = read_drafter_spec(directory)
             self._tied, self._names, self._vocabulary = False, DRAFTERS[drafter.kind].names, drafter.vocab_size
         self._untied = model == "target" and not self._tied and _says_untied(directory)
-        self.tensors = self._spelled.tensors
         self._reader = ModuleReader(self.tensors)
         names = self.tensors.names()
         self.tower = next((p for p in self._names.tower if any(n.startswith(p) for n in names)), "")
@@ -116,10 +116,8 @@ class _Part:
         self._prefix = next(p for p in self._names.prefixes if not p or any(n.startswith(p) for n in used))
 
     def check(self, expected: Mapping[str, WeightSpec]) -> None:
-        """Compare the tensors with what is expected, and their storage with the configuration."""
+        """Compare the tensors with what is expected."""
         self._sees = any(name.startswith(TOWER) for name in expected)
-        linears = [self._spelled.module(self._module(n)) for n, spec in expected.items() if _declared(n, spec)]
-        declared = read_declared(self._directory, linears)
         used = self._kv_scale_tensors(expected) | self._names.copies.keys()
         if "target.lm_head" in expected:
             used.add("lm_head.weight")
@@ -134,7 +132,7 @@ class _Part:
                 missing.append(self._tensor(name))
                 continue
             try:
-                self._check_storage(name, spec, declared)
+                self._check_storage(name, spec)
             except CheckpointError as error:
                 problems.append(str(error))
         if missing:
@@ -184,25 +182,12 @@ class _Part:
                 "use the target that the drafter was trained for, or remove the tensor"
             )
 
-    def _check_storage(self, name: str, spec: WeightSpec, declared: Declared) -> None:
-        """Read a weight's headers and small scales, and compare its form with the configuration."""
-        weight, module = self.read(name, spec), self._module(name)
-        form = FORMATS[weight.format]
-        storage = form.name if form.quantized else WIDE
-        if isinstance(weight, Int4Weight):
-            storage = weight.storage
-            if self._model == "target":
-                raise CheckpointError(
-                    f"{self._directory}: module {module} is stored as 4-bit integers, which are read of drafters "
-                    "alone: a target would be quantized twice; give one in BF16, FP8 or NVFP4"
-                )
-        if not _declared(name, spec) or self._is_tied(name) or (name.startswith(TOWER) and storage == WIDE):
-            return  # quantizers leave towers wide without a word
-        wanted = declared(self._spelled.module(module))
-        if wanted is not None and wanted not in storage.split(" or "):
+    def _check_storage(self, name: str, spec: WeightSpec) -> None:
+        """Read a weight's headers and small scales."""
+        if isinstance(self.read(name, spec), Int4Weight) and self._model == "target":
             raise CheckpointError(
-                f"{self._directory}: module {module} is stored as {storage}, "
-                f"its quantization config says {wanted}; the files do not belong together"
+                f"{self._directory}: module {self._module(name)} is stored as 4-bit integers, which are read of "
+                "drafters alone: a target would be quantized twice; give one in BF16, FP8 or NVFP4"
             )
 
     def _kv_scale_tensors(self, expected: Mapping[str, WeightSpec]) -> set[str]:
@@ -218,11 +203,11 @@ class _Part:
 
     def read(self, name: str, spec: WeightSpec) -> Weight:
         """Read a weight that is present."""
-        if _declared(name, spec) and not self._is_tied(name):
-            return self._reader.linear(self._module(name), spec.shape)
         tensor = self._tensor(name)
         if name == PATCH_EMBED:
             return self._reader.patches(tensor, spec.shape)
+        if spec.kind == "linear" and not self._is_tied(name):
+            return self._reader.linear(self._module(name), spec.shape)
         if name == DRAFT_IDS:
             return self._reader.ids(tensor, f"{self._prefix}{DRAFTED}", spec.shape[0], self._vocabulary)
         return self._reader.wide(tensor, spec.shape, half=spec.kind in ("vector", "conv"))
@@ -269,11 +254,6 @@ class _Part:
         if not self._sees and tensor.startswith(self._names.tower):
             return True
         return any(tensor.startswith(name) if name.endswith(".") else tensor == name for name in self._names.skipped)
-
-
-def _declared(name: str, spec: WeightSpec) -> bool:
-    """Whether a quantization config says how the weight is stored: of linears, and a convolution is none."""
-    return spec.kind == "linear" and name != PATCH_EMBED
 
 
 def _blocks(rows: int) -> Iterator[slice]:

@@ -188,8 +188,6 @@ class Format:
     streamed: str | None = None  # form in which the native kernels read it; None: they do not take it
     tensorrt: int = 0  # first SM on which TensorRT takes it
     modelopt: tuple[str, ...] = ()  # quant_algo of checkpoints
-    compressed: tuple[object, ...] = ()  # num_bits, type and group size (None: any) of compressed-tensors
-    spelled: str = ""  # the same for messages
 
     @property
     def quantized(self) -> bool:
@@ -219,8 +217,6 @@ FORMATS: dict[str, Format] = {
             scales="channel",
             streamed="fp8",
             modelopt=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"),
-            compressed=(8, "float", None),
-            spelled="num_bits 8 and type float (FP8)",
         ),
         Format(
             name="nvfp4",
@@ -233,8 +229,6 @@ FORMATS: dict[str, Format] = {
             streamed="nvfp4",
             tensorrt=100,  # tensor cores that read it
             modelopt=("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ"),
-            compressed=(4, "float", BLOCK),
-            spelled="num_bits 4, type float and group_size 16 (NVFP4)",
         ),
     )
 }

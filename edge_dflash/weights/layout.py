@@ -23,7 +23,7 @@ An NVFP4 word of 32 bits holds the eight codes of four pairs along K, by :data:`
 shifts: each pair comes out as two BF16 values times 2^-126, sign at 15 and magnitude at 8..6 of its half, by
 :func:`bf16_pairs`. Some bits of a word serve two pairs, so that four masks, one rotation and three shifts suffice; a
 word follows from its codes by exclusive or. ``bytes`` is for architectures that convert a byte of two codes in one
-instruction: byte i holds pair i, the even code in its low bits. ``halves`` is in older bundles.
+instruction: byte i holds pair i, the even code in its low bits.
 
 A block scale byte is E4M3 re-encoded with 5 exponent bits (value = 2^(e-10) (1 + m/8), never subnormal); a block of
 scale zero keeps no codes: it is zero.
@@ -50,7 +50,7 @@ from edge_dflash.weights.formats import BLOCK, FORMATS, Fp8Weight, Nvfp4Weight, 
 from edge_dflash.weights.safetensors import forget_pages
 
 Bytes = npt.NDArray[np.uint8]
-Words = Literal["shared", "bytes", "halves"]
+Words = Literal["shared", "bytes"]
 Array32 = npt.NDArray[np.uint32]
 
 
@@ -233,32 +233,25 @@ def words_of(sm: int) -> Words:
     return "bytes" if supports(sm, "e2m1") else "shared"
 
 
-def bf16_pairs(words: Array32, order: Words = "shared") -> tuple[Array32, ...]:
-    """The four BF16 pairs of each word, as kernels/decode.cuh makes them; the even code in the low half."""
+def bf16_pairs(words: Array32) -> tuple[Array32, ...]:
+    """The four BF16 pairs of each shared word, as kernels/decode.cuh makes them; the even code in the low half."""
     two, six = np.uint32(2), np.uint32(6)
-    if order == "halves":
-        last = words << two & np.uint32(0x80C080C0) | words >> six & np.uint32(0x01000100)
-        return words & _MASK, words << six & _MASK, _rotated(words, 4) & _MASK, last
-    rotated = _rotated(words, 6)
+    rotated = words >> six | words << np.uint32(26)
     return (words ^ words << two) & _MASK, words << six & _MASK, (words ^ rotated << two) & _MASK, rotated & _MASK
-
-
-def _rotated(words: Array32, count: int) -> Array32:
-    return words >> np.uint32(count) | words << np.uint32(32 - count)
 
 
 def to_words(packed: Array32, order: Words) -> Array32:
     """Words of four bytes of packed codes each."""
     if order == "bytes":
         return packed
-    return _looked_up(packed, *_tables(order)[0])
+    return _looked_up(packed, *_tables()[0])
 
 
 def to_packed(words: Array32, order: Words) -> Array32:
     """Undo :func:`to_words`."""
     if order == "bytes":
         return words
-    return _looked_up(words, *_tables(order)[1])
+    return _looked_up(words, *_tables()[1])
 
 
 def _looked_up(values: Array32, low: Array32, high: Array32) -> Array32:
@@ -268,11 +261,11 @@ def _looked_up(values: Array32, low: Array32, high: Array32) -> Array32:
 
 
 @cache
-def _tables(order: Words) -> tuple[tuple[Array32, Array32], ...]:
+def _tables() -> tuple[tuple[Array32, Array32], ...]:
     """Words of the lower and of the upper two bytes of packed codes; packed codes of a word's two halves."""
     images = []
     for bit in range(32):
-        pairs = bf16_pairs(np.array([1 << bit], np.uint32), order)
+        pairs = bf16_pairs(np.array([1 << bit], np.uint32))
         codes = [pair >> 6 & 7 | pair >> 12 & 8 | pair >> 18 & 0x70 | pair >> 24 & 0x80 for pair in pairs]
         images.append(sum(int(code[0]) << 8 * i for i, code in enumerate(codes)))
     return tuple((_sums(bits[:16]), _sums(bits[16:])) for bits in (_inverse(images), images))

@@ -1,13 +1,12 @@
 """How modules of a checkpoint are stored: wide, FP8, NVFP4 and integers, by ModelOpt and compressed-tensors; experts.
 
-The tensors that are present decide; the configuration only has to agree (:mod:`edge_dflash.weights.declared`).
+The tensors decide: what would be misread of them is refused by name, type or shape.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -29,17 +28,9 @@ _FORMS: Mapping[str, tuple[str, ...]] = {
 _REFUSED = ("weight_zero_point", "weight_g_idx")  # of forms that are not read
 SUFFIXES = tuple(dict.fromkeys([*(suffix for form in _FORMS.values() for suffix in form), *_REFUSED]))
 
-INT4 = "int4"  # in messages, next to the names of formats
-INT4_BITS, INT4_KIND = 4, "int"  # num_bits and type of compressed-tensors
-INT4_SPELLED = "num_bits 4 and type int (W4A16, of drafters)"
 PER_WORD = 8
 _ZERO = 8  # code of 0
 _AT_ONCE = 1 << 22  # made at a time
-
-
-def in_groups(size: int) -> str:
-    """How messages call integers with a scale per ``size`` inputs; a scale for a row is plain INT4."""
-    return f"{INT4} in groups of {size}"
 
 
 class Int4Weight(WideWeight):
@@ -62,13 +53,6 @@ class Int4Weight(WideWeight):
     def format(self) -> str:
         """That of the values."""
         return "bf16"
-
-    @property
-    def storage(self) -> str:
-        """Ways to say how it is stored, " or " between them: one group is a whole row."""
-        groups = self.scale.shape[1]
-        grouped = in_groups(self.shape[1] // groups)
-        return grouped if groups > 1 else f"{grouped} or {INT4}"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -268,19 +252,7 @@ _STACKED = re.compile(rf"(.+\.experts)\.({'|'.join(_FUSED)})(?:[._]({_SUFFIX}))?
 _TURNED = re.compile(rf"(.+\.experts)\.(gate_proj|up_proj|down_proj)\.(0|[1-9][0-9]*)\.({_SUFFIX})")
 
 
-@dataclass(frozen=True)
-class ByExpert:
-    """A checkpoint's tensors with experts in canonical spelling."""
-
-    tensors: TensorFiles
-    modules: Mapping[str, str]  # of experts that were spelled otherwise: canonical module -> the checkpoint's own
-
-    def module(self, name: str) -> str:
-        """What the checkpoint calls a module."""
-        return self.modules.get(name, name)
-
-
-def by_expert(tensors: TensorFiles, count: int, skipped: tuple[str, ...] = ()) -> ByExpert:
+def by_expert(tensors: TensorFiles, count: int, skipped: tuple[str, ...] = ()) -> TensorFiles:
     """Spell the experts canonically, ``count`` in a layer. Names that begin with ``skipped`` are left alone.
 
     Canonical is ``experts.17.gate_proj.weight`` with the scales next to it. Two other spellings become that, with no
@@ -291,7 +263,6 @@ def by_expert(tensors: TensorFiles, count: int, skipped: tuple[str, ...] = ()) -
     Raises CheckpointError for a tensor that is not of ``count`` experts, and for an expert that is there twice.
     """
     entries: dict[str, Entry] = {}
-    modules: dict[str, str] = {}
 
     def add(name: str, entry: Entry, source: str) -> None:
         if name in entries:
@@ -304,18 +275,16 @@ def by_expert(tensors: TensorFiles, count: int, skipped: tuple[str, ...] = ()) -
             add(source, entry, source)
         elif turned := _TURNED.fullmatch(source):
             block, kind, index, suffix = turned.groups()
-            modules[f"{block}.{index}.{kind}"] = f"{block}.{kind}.{index}"
             add(f"{block}.{index}.{kind}.{suffix}", entry, source)
         elif stacked := _STACKED.fullmatch(source):
             block, fused, suffix = stacked.groups()
             kinds = _FUSED[fused]
             for number, part in enumerate(_split(source, entry, count, kinds, number=bool(suffix))):
                 module = f"{block}.{number // len(kinds)}.{kinds[number % len(kinds)]}"
-                modules[module] = f"{block}.{fused}"
                 add(f"{module}.{suffix or 'weight'}", part, source)
         else:
             add(source, entry, source)
-    return ByExpert(TensorFiles(entries), modules) if modules else ByExpert(tensors, {})
+    return TensorFiles(entries)
 
 
 def _split(name: str, entry: Entry, count: int, kinds: Collection[str], *, number: bool) -> Iterator[Entry]:

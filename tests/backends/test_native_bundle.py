@@ -65,7 +65,7 @@ def test_stacks_are_views_of_the_file(made):
             continue
         packed = bundle.repacked(stack)
         wanted = repack([weights[name] for name in stack.names], swiglu=stack.layout.swiglu, words=words)
-        assert packed.words == (words if stack.layout.format == "nvfp4" else "halves")
+        assert packed.words == (words if stack.layout.format == "nvfp4" else "shared")
         assert np.array_equal(packed.data, wanted.data)
         assert np.array_equal(packed.scale, wanted.scale)
         assert packed.layout == wanted.layout

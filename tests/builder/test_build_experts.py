@@ -260,12 +260,3 @@ def test_fp8_is_rounded_again_only_where_the_recipe_says_so(tmp_path):
         same(quantize_nvfp4(values, amax), bundle.get(name))
     expert = "target.layers.0.mlp.experts.3.up_proj"
     same(replace(store.get(expert), input_scale=None), bundle.get(expert))
-
-
-@pytest.mark.parametrize("wish", ["fp8", "bf16"])
-def test_nvfp4_is_never_converted(tmp_path, wish):
-    text = AGAIN.replace("experts: keep", f"experts: {wish}")
-    with pytest.raises(
-        RecipeError, match=rf"asks for {wish} of .* stores as nvfp4; a quantized weight is not converted"
-    ):
-        build(config_of(MODELOPT, tmp_path / "out", recipe=recipe(tmp_path, text)))

@@ -154,13 +154,6 @@ def test_files_of_another_tower_are_refused(built):
         Bundle.staged(built[0].path, replace(manifest, pair=replace(manifest.pair, target=other)))
 
 
-def test_the_command_line_leaves_the_tower_out(tmp_path):
-    words = ["build", "--target", str(TARGET), "--drafter", "none", "--output", str(tmp_path / "text"), "--text-only"]
-    result = CliRunner().invoke(app, [*words, "--json"])
-    assert result.exit_code == 0
-    assert Bundle.open(tmp_path / "text").pair.target.vision is None
-
-
 def test_a_mixture_of_experts_sees_with_the_same_tower(tmp_path):
     """The experts' checkpoint with the tower of the dense one: their hidden sizes are the same."""
     text, merged = GOLDEN / "qwen3_5_moe-tiny-perexpert", tmp_path / "target"

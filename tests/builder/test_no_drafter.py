@@ -2,19 +2,16 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from builder_support import BF16, config_of, recipe
 from cli_support import last_json
-from native_support import NATIVE_PAIR
 from typer.testing import CliRunner
 
-from edge_dflash.backends.cuda.tensorrt.units import bundle_units, engine_units
 from edge_dflash.bench.subjects import Prompts, bench_bundle
 from edge_dflash.bench.workload import Workload
 from edge_dflash.builder.write import build
 from edge_dflash.bundle.manifest import dump_manifest, parse_manifest
-from edge_dflash.bundle.reader import Bundle, read_manifest
+from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.lossless import verify_lossless
 from edge_dflash.cli import app
 from edge_dflash.decode.backend import Asked
@@ -23,7 +20,6 @@ from edge_dflash.model import pair_programs
 from edge_dflash.planner import Planner
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-ALONE = replace(NATIVE_PAIR, drafter=None)
 
 
 @pytest.fixture(scope="module")
@@ -139,20 +135,3 @@ def test_recipes_of_a_pair_build_its_target_alone(tmp_path):
     config = config_of("qwen3", tmp_path / "made", recipe=recipe(tmp_path, text), drafter=None, max_context=64)
     assert build(config).bundle.is_dir()
     assert "--drafter none" in config.command
-
-
-def test_plans_are_those_of_the_target():
-    units = bundle_units(ALONE, {}, 8)
-    assert not any("drafter" in name for name in engine_units(units.units))
-    assert not units.schedules["propose"].steps
-    assert units.schedules["verify"].steps
-
-
-def test_a_target_alone_reads_its_own_states_alone(bundles):
-    bundle = Bundle.open(bundles / "pair")
-    from edge_dflash.backends import load as load_backend
-
-    backend = load_backend(bundle, drafter=False)
-    backend.prefill(PROMPT)
-    assert not any("drafter" in name for name in backend.snapshot().arrays)
-    assert np.isfinite(backend.verify([1]).logits()).all()

@@ -68,14 +68,14 @@ def test_large_tensors_are_written_in_chunks(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"a.weight": ("I64", np.zeros(4, np.int64))}, "a.weight is I64, wanted BF16, F32, F8_E4M3 or U8"),
+        ({"a.weight": ("I64", np.zeros(4, np.int64))}, "a.weight is I64, wanted U8 of nvfp4, as the manifest says"),
         ({"a.weight_scale": ("F32", np.zeros((4, 2), np.float32))}, "weight_scale is F32"),
         ({"a.weight_scale_2": ("F32", np.zeros(1, np.float32))}, r"weight_scale_2 is F32 \[1\], wanted F32 \[\]"),
-        ({"a.k_scale": ("F32", np.zeros((), np.float32))}, "a.k_scale is not part of a weight stored as U8"),
+        ({"a.k_scale": ("F32", np.zeros((), np.float32))}, "a.k_scale is not part of a weight stored as nvfp4"),
         ({"a.weight": ("U8", np.zeros((5, 16), np.uint8))}, r"a has shape \[5, 32\], wanted \[4, 32\]"),
     ],
 )
 def test_tensors_that_make_no_weight_are_refused(change, message):
     weight = Nvfp4Weight(np.ones((4, 16), np.uint8), np.ones((4, 2), np.uint8), 0.5)
     with pytest.raises(ValueError, match=message):
-        from_tensors("a", {**to_tensors("a", weight), **change}, (4, 32))
+        from_tensors("a", {**to_tensors("a", weight), **change}, (4, 32), "nvfp4")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from odd_files import BUNDLES, CONFIGS, LONG, RECIPES, TENSORS, put
 
-from edge_dflash.common import files, processes
+from edge_dflash.common import files
 from edge_dflash.errors import RecipeError
 from edge_dflash.weights.recipe import load_recipe
 
@@ -44,7 +44,6 @@ def test_odd_configs_are_refused_by_every_command(refused, build_pair, pair, tmp
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_odd_tensor_files_make_no_bundle(refused, build_pair, pair, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(processes, "PATTERN_SECONDS", 2.0)
     TENSORS[name](*pair)
     code, line = refused(*build_pair)
     assert code == (5 if name.startswith("other.") else 3)
@@ -128,20 +127,6 @@ def test_reading_is_bounded_and_says_what_is_wrong(tmp_path):
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     file.write_bytes(b"a\r\nb\rc\n")
     assert files.read_text(file) == "a\nb\nc\n"
-
-
-def test_patterns_match_as_the_library_does():
-    names = ("model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj", "lm_head")
-    found = processes.matching([".*mlp.gate$", "lm", "x", "lm"], names)
-    assert found == {".*mlp.gate$": {names[0]}, "lm": {names[2]}, "x": set()}
-    assert processes.matching([], names) == {}
-
-
-def test_a_pattern_without_end_is_ended(monkeypatch):
-    monkeypatch.setattr(processes, "PATTERN_SECONDS", 1.0)
-    with pytest.raises(ValueError, match="matches in 1 s") as caught:  # it would take years
-        processes.matching(["a", "(a+)+$"], ["a" * 60 + "!"])
-    assert caught.value.args[0] == "(a+)+$"
 
 
 @pytest.mark.parametrize(

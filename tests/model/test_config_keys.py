@@ -11,7 +11,7 @@ from golden_pairs import GOLDEN
 from edge_dflash.errors import CheckpointError
 from edge_dflash.model.registry import read_target_spec
 from edge_dflash.model.specs import RopeSpec, YarnScaling
-from edge_dflash.weights.declared import read_declared
+from edge_dflash.weights.declared import check_quantization
 from edge_dflash.weights.safetensors import TensorFiles
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
@@ -140,7 +140,7 @@ def test_a_kv_cache_that_is_not_8_bit_float_per_tensor_is_refused(tmp_path, dial
     def declared(scheme):
         quantization = {**dialect, "kv_cache_scheme": scheme}
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
-        return read_declared(tmp_path, ())
+        return check_quantization(tmp_path)
 
     declared(FP8)
     with pytest.raises(CheckpointError, match=rf"kv_cache_scheme\.{next(iter(change))}"):
@@ -158,25 +158,22 @@ def test_a_kv_cache_that_is_not_8_bit_float_per_tensor_is_refused(tmp_path, dial
         ),
         ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format is .*: sparse"),
         ({**MODELOPT, "kv_cache_quant_algo": "INT8"}, "kv_cache_quant_algo is 'INT8', wanted 'FP8'"),
-        ({"quant_algo": "NVFP4"}, r"lacks the field quantization_config\.quant_method"),
+        ({**MODELOPT, "quant_algo": "INT4_AWQ"}, "quant_algo is 'INT4_AWQ': another format of weights"),
+        *(({"quant_method": name}, f"quant_method is '{name}'.* in BF16") for name in ("gptq", "awq", "fp8", "gguf")),
+        ({"quant_algo": "NVFP4"}, "quant_method is None, wanted 'modelopt' or"),
     ],
 )
 def test_quantization_that_would_be_misread_is_refused(tmp_path, quantization, words):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     with pytest.raises(CheckpointError, match=words):
-        read_declared(tmp_path, ())
+        check_quantization(tmp_path)
 
 
 def test_two_quantization_configs_must_be_one(tmp_path):
     config = {"quantization_config": MODELOPT, "text_config": {"quantization_config": COMPRESSED}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="wanted one object, in one place"):
-        read_declared(tmp_path, ())
-    scheme = {"quantization": {"quant_algo": "FP8"}}
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": MODELOPT}))
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(scheme))
-    with pytest.raises(CheckpointError, match=r"quant_algo is 'NVFP4', wanted the same as in hf_quant_config\.json"):
-        read_declared(tmp_path, ())
+        check_quantization(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +202,7 @@ def test_names_that_occur_twice_in_the_other_files_are_refused(tmp_path):
         read_target_spec(tmp_path)
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {}, "quantization": {"quant_algo": "FP8"}}')
     with pytest.raises(CheckpointError, match=r"hf_quant_config\.json .*'quantization' occurs twice"):
-        read_declared(tmp_path, ())
+        check_quantization(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x", "a": "model.safetensors"}}')
     with pytest.raises(CheckpointError, match=r"index\.json .*'a' occurs twice"):
         TensorFiles.open(tmp_path)

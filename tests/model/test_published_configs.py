@@ -7,10 +7,7 @@ from synthetic import CONFIGS
 
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
 from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
-from edge_dflash.weights.declared import read_declared
-
-MLP, QKV = "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"
-
+from edge_dflash.weights.declared import check_quantization
 
 NOTES = {"attention_dropout": 0.0, "initializer_range": 0.02, "transformers_version": "4.57.1", "use_cache": True}
 
@@ -140,26 +137,23 @@ TEXT_27B = qwen3_5_text("qwen3.6-27b", bos_token_id=248044, pad_token_id=None, p
 TEXT_4B = qwen3_5_text("qwen3.5-4b")
 LARGE = {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-WIDE = (None, None)
 TARGETS = {
-    "qwen3-4b": (qwen3("qwen3-4b"), WIDE),
-    "qwen3-8b": (qwen3(), WIDE),
-    "qwen3-32b": (qwen3(**LARGE), WIDE),
-    "qwen3-8b with yarn": (qwen3(rope_scaling=YARN), WIDE),
+    "qwen3-4b": (qwen3("qwen3-4b")),
+    "qwen3-8b": (qwen3()),
+    "qwen3-32b": (qwen3(**LARGE)),
+    "qwen3-8b with yarn": (qwen3(rope_scaling=YARN)),
     "qwen3-4b as tuned": (
-        qwen3("qwen3-4b", pad_token_id=151654, unsloth_fixed=True, layer_types=["full_attention"] * 36),
-        WIDE,
+        qwen3("qwen3-4b", pad_token_id=151654, unsloth_fixed=True, layer_types=["full_attention"] * 36)
     ),
-    "qwen3-8b modelopt": (qwen3(quantization_config=MODELOPT_NVFP4), ("nvfp4", "wide")),
-    "qwen3-32b early modelopt": (qwen3(**LARGE, quantization_config=EARLY_FP8), ("fp8", "fp8")),
-    "qwen3-32b compressed-tensors": (qwen3(**LARGE, quantization_config=CT_NVFP4), ("nvfp4", "nvfp4")),
-    "qwen3-8b fp8": (qwen3(quantization_config=CT_FP8), ("fp8", "fp8")),
-    "qwen3.5-4b": (wrapper(TEXT_4B), WIDE),
-    "qwen3.5-4b of text alone": ({**TEXT_4B, "architectures": ["Qwen3_5ForCausalLM"]}, WIDE),
-    "qwen3.6-27b": (wrapper({**TEXT_27B, "output_gate_type": "swish"}, language_model_only=False), WIDE),
+    "qwen3-8b modelopt": (qwen3(quantization_config=MODELOPT_NVFP4)),
+    "qwen3-32b early modelopt": (qwen3(**LARGE, quantization_config=EARLY_FP8)),
+    "qwen3-32b compressed-tensors": (qwen3(**LARGE, quantization_config=CT_NVFP4)),
+    "qwen3-8b fp8": (qwen3(quantization_config=CT_FP8)),
+    "qwen3.5-4b": (wrapper(TEXT_4B)),
+    "qwen3.5-4b of text alone": ({**TEXT_4B, "architectures": ["Qwen3_5ForCausalLM"]}),
+    "qwen3.6-27b": (wrapper({**TEXT_27B, "output_gate_type": "swish"}, language_model_only=False)),
     "qwen3.6-27b as tuned": (
-        wrapper(TEXT_27B, model_name="x/Qwen3.6-27B", unsloth_version="2026.4.2", use_cache=False, bos_token_id=None),
-        WIDE,
+        wrapper(TEXT_27B, model_name="x/Qwen3.6-27B", unsloth_version="2026.4.2", use_cache=False, bos_token_id=None)
     ),
     "qwen3.6-27b mixed": (
         wrapper(
@@ -169,8 +163,7 @@ TARGETS = {
             num_attention_heads=24,
             num_key_value_heads=4,
             quantization_config=CT_MIXED,
-        ),
-        ("nvfp4", "fp8"),
+        )
     ),
 }
 SLIDING = ["sliding_attention"] * 4 + ["full_attention"]
@@ -209,16 +202,15 @@ def write(directory, config):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_published_target_is_read(tmp_path, name):
-    config, storages = TARGETS[name]
+    config = TARGETS[name]
     spec = read_target_spec(write(tmp_path, config))
     assert spec.num_layers == config.get("text_config", config)["num_hidden_layers"]
-    declared = read_declared(tmp_path, (MLP, QKV))
-    assert (declared(MLP), declared(QKV)) == storages
+    check_quantization(tmp_path)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_published_drafter_is_read_and_fits_its_target(tmp_path, name):
-    target = read_target_spec(write(tmp_path, TARGETS[name][0]))
+    target = read_target_spec(write(tmp_path, TARGETS[name]))
     match_pair(target, read_drafter_spec(write(tmp_path, DRAFTERS[name])))
 
 
@@ -263,26 +255,10 @@ def test_a_quantized_drafter_of_modelopt_is_read(tmp_path, named, mirrored):
     if mirrored:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(scheme))
     assert read_drafter_spec(tmp_path).num_layers == 5
-    declared = read_declared(tmp_path, ())
-    assert (declared("layers.0.mlp.up_proj"), declared("fc")) == ("nvfp4", "wide")
-    if mirrored:
-        scheme["quantization"] = {**quantization, "quant_algo": "FP8"}
-        (tmp_path / "hf_quant_config.json").write_text(json.dumps(scheme))
-        with pytest.raises(CheckpointError, match=r"quantization\.quant_algo is 'NVFP4', wanted the same as"):
-            read_declared(tmp_path, ())
-
-
-BLOCKS = scheme(8, strategy="block", block_structure=[128, 128])
-
-
-def test_what_a_group_says_of_modules_that_are_not_used_does_not_count(tmp_path):
-    mtp = group(BLOCKS, scheme(8, strategy="token", dynamic=True), "float-quantized", [r"re:^mtp\..*", "mtp.fc"])
-    mixed = {**CT_MIXED, "config_groups": {**CT_MIXED["config_groups"], "group_2": mtp}}
-    write(tmp_path, wrapper(TEXT_27B, quantization_config=mixed))
-    declared = read_declared(tmp_path, (MLP, QKV))
-    assert (declared(MLP), declared(QKV)) == ("nvfp4", "fp8")
-    with pytest.raises(UnsupportedModelError, match=r"group_2\.weights\..* scales of another shape"):
-        read_declared(tmp_path, (MLP, QKV, "mtp.fc"))
+    check_quantization(tmp_path)
+    write(tmp_path, {"quantization_config": {**scheme, "quantization": {**quantization, "quant_algo": "INT8"}}})
+    with pytest.raises(CheckpointError, match="quant_algo is 'INT8'"):
+        check_quantization(tmp_path)
 
 
 def dspark(**inside):

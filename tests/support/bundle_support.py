@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, SourceFile, dump_manifest
 from edge_dflash.bundle.parts import hash_file, part_of, tensor_file, uncounted, whole, wide_first, write_file
@@ -19,7 +20,8 @@ from edge_dflash.model.specs import (
     TargetSpec,
     YarnScaling,
 )
-from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.formats import FORMATS, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.quantize import ENCODERS
 
 PAIR = PairSpec(
     TargetSpec(
@@ -60,9 +62,10 @@ def random_weight(rng: np.random.Generator, shape: tuple[int, ...], form: str, i
         packed = rng.integers(0, 256, (shape[0], shape[1] // 2), dtype=np.uint8)
         blocks = rng.integers(0, 127, (shape[0], shape[1] // 16), dtype=np.uint8)
         return Nvfp4Weight(packed, blocks, float(scale), input_scale)
-    if form == "f32":
-        return WideWeight(rng.standard_normal(shape).astype(np.float32))
-    return WideWeight(rng.integers(0, 0x7F00, shape, dtype=np.uint16))
+    if form == "bf16":
+        return WideWeight(rng.integers(0, 0x7F00, shape, dtype=np.uint16))
+    wide = rng.standard_normal(shape).astype(np.float32)
+    return WideWeight(wide) if form == "f32" else ENCODERS[form](torch.from_numpy(wide))
 
 
 def random_weights(pair: PairSpec = PAIR, seed: int = 0) -> dict[str, Weight]:
@@ -70,7 +73,7 @@ def random_weights(pair: PairSpec = PAIR, seed: int = 0) -> dict[str, Weight]:
     rng = np.random.default_rng(seed)
     weights: dict[str, Weight] = {}
     for name, spec in pair_programs(pair).weights.items():
-        forms = ("bf16", "f32", "fp8", "nvfp4") if spec.kind == "linear" else ("bf16", "f32")
+        forms = [name for name, form in FORMATS.items() if spec.kind == "linear" or not form.quantized]
         input_scale = float(np.float32(rng.uniform(0.1, 1))) if rng.integers(2) else None
         weights[name] = random_weight(rng, spec.shape, forms[rng.integers(len(forms))], input_scale)
     if pair.target.tied and seed % 2:

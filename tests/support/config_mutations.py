@@ -3,7 +3,7 @@
 A mutation drops a key, or gives it null, another type, another value, a negative or a huge one, or moves it into or out
 of a nested object. Its outcome is one of
 
-    read             the specs or the declared storages change, or the value means what the old one did
+    read             the specs change, or the value means what the old one did
     overridden       a key that is read, beside another that the table says wins
     refused          a CheckpointError that names the key, or the one that it no longer agrees with
     without effect   the table says so, and why
@@ -20,7 +20,7 @@ from edge_dflash.model import config, vision
 from edge_dflash.model.fields import ANY, REQUIRED
 from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_target_spec
 from edge_dflash.weights import declared
-from edge_dflash.weights.declared import read_declared
+from edge_dflash.weights.declared import check_quantization
 
 DROP = object()
 OUTCOMES = ("read", "overridden", "refused", "without effect")
@@ -28,6 +28,7 @@ CHANGED = "read, and it changes the outcome"
 CONFIG, HF_QUANT, GENERATION = "config.json", "hf_quant_config.json", "generation_config.json"
 IMAGES, PROCESSOR = vision.FLAT_FILE, vision.FILE
 MIXED = "model.layers.0.mlp.down_proj"
+CHECKED = ("quantization_config", "quantization")  # objects that may refuse a checkpoint, and change nothing
 # A key that no longer agrees with another is refused by the name of either.
 PARTNERS = {
     "num_hidden_layers": ("layer_types",),
@@ -45,7 +46,6 @@ PARTNERS = {
     "use_swa": ("sliding_window", "swa_window_size"),
     "swa_window_size": ("sliding_window",),
     "dflash_config": ("mask_token_id",),
-    "quantization": ("quant_algo",),
     "use_sliding_window": ("sliding_window",),
     "num_experts": ("num_local_experts",),
     "num_local_experts": ("num_experts",),
@@ -72,15 +72,14 @@ class Base:
     drafter: bool = False
 
     def outcome(self, directory, files=None):
-        """What the parser makes of these files: spec and declared storages."""
+        """What the parser makes of these files: the spec, where it takes what is said of quantization."""
         for name, content in (files or self.files).items():
             (directory / name).write_text(json.dumps(content))
         spec = (read_drafter_spec if self.drafter else read_target_spec)(directory)
-        modules = dict.fromkeys((MIXED, *(name for content in self.files.values() for name in _modules(content))))
-        declared = read_declared(directory, tuple(modules))
+        check_quantization(directory)
         for name in files or self.files:
             (directory / name).unlink()
-        return spec, tuple(declared(module) for module in modules)
+        return spec
 
 
 @dataclass(frozen=True)
@@ -218,13 +217,6 @@ def bases():
     ]
 
 
-def _modules(content):
-    """The modules that a file's lists of quantized and excluded ones name."""
-    part = content.get("quantization_config") or content.get("quantization") or {}
-    lists = (part.get("ignore"), part.get("exclude_modules"), part.get("quantized_layers"))
-    return [name for names in lists for name in names or ()]
-
-
 def load(name):
     return json.loads((GOLDEN / name / CONFIG).read_text())
 
@@ -324,6 +316,8 @@ def judge(mutation, directory, before):
         return "read" if new is None or new in entry.accepted else "is accepted with a value that is not"
     if _meaning(entry, new) == _meaning(entry, old):
         return "read"
+    if mutation.key in CHECKED:
+        return "without effect"
     if entry.beside:
         return "overridden"
     return "read, and missing or null it means the same" if new is None else "is read and changes nothing"

@@ -86,11 +86,6 @@ def entry(name="a", shape="[8]"):
     return f'{{{json.dumps(name)}: {{"dtype": "U8", "shape": {shape}, "data_offsets": [0, 8]}}}}'.encode()
 
 
-def ignoring(*patterns, groups=None):
-    quantization = {"quant_method": "compressed-tensors", "config_groups": groups or {}, "ignore": list(patterns)}
-    return lambda target, drafter: change(target, quantization_config=quantization)
-
-
 KINDS = ("FIFO", "link to a FIFO", "directory", "socket", "/dev/zero", "loop", "link to nothing", "hole", "not UTF-8")
 
 CONFIGS = {
@@ -140,18 +135,6 @@ TENSORS = {
     ),
     "header with a tensor's name of 1 MB": header(lambda: entry("n" * (1 << 20))),
     "header with a tensor's name of two lines": header(lambda: entry("a\nerror: b\x1b[2J")),
-    "ignore re:(.*.*)*x$": ignoring("re:(.*.*)*x$"),
-    "ignore re:(.|.)*!": ignoring("re:(.|.)*!"),
-    "config_groups re:(.+)+!": ignoring(groups={"g": {"targets": ["re:(.+)+!"], "weights": None}}),
-    "ignore re: no pattern": ignoring("re:(", "re:lm_head"),
-    "ignore re:a{99999999999}": ignoring("re:a{99999999999}"),
-    "ignore re: of 5,000 brackets": ignoring("re:" + "(" * 5000),
-    "ignore of 100,000 patterns": ignoring(*(f"re:.*{i}" for i in range(100_000))),
-    "ignore of 100,000 globs": lambda target, drafter: change(
-        target,
-        quantization_config={"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*a*"] * 100_000},
-    ),
-    "config_groups of 100,000": ignoring(groups={str(i): {"targets": ["re:(.+)+!"]} for i in range(100_000)}),
 }
 """What a build refuses besides."""
 
