@@ -136,7 +136,7 @@ def test_a_manifest_of_other_formats_is_refused(tmp_path):
     manifest = Bundle.open(tmp_path / "bundle").manifest
     changed = replace(manifest, weights={**manifest.weights, "drafter.fc": "nvfp4"})
     (tmp_path / "bundle" / "manifest.json").write_bytes(dump_manifest(changed))
-    with pytest.raises(BundleError, match=r"drafter\.fc\+0\.data is U8 \[2048\], wanted U8 \[1152\]"):
+    with pytest.raises(BundleError, match=r"drafter\.fc\+0\.words is nothing \[\], wanted U8 \[1152\]"):
         Bundle.open(tmp_path / "bundle")
 
 

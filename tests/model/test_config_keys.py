@@ -157,7 +157,7 @@ def test_a_kv_cache_that_is_not_8_bit_float_per_tensor_is_refused(tmp_path, dial
             "transform_config is .*: weights in another",
         ),
         ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format is .*: sparse"),
-        ({**MODELOPT, "kv_cache_quant_algo": "INT8"}, "kv_cache_quant_algo is 'INT8', wanted 'FP8'"),
+        ({**MODELOPT, "kv_cache_quant_algo": "INT8"}, "kv_cache_quant_algo is 'INT8': a KV cache of another format"),
         ({**MODELOPT, "quant_algo": "INT4_AWQ"}, "quant_algo is 'INT4_AWQ': another format of weights"),
         *(({"quant_method": name}, f"quant_method is '{name}'.* in BF16") for name in ("gptq", "awq", "fp8", "gguf")),
         ({"quant_algo": "NVFP4"}, "quant_method is None, wanted 'modelopt' or"),
