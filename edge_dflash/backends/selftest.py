@@ -30,7 +30,8 @@ from typing import Any, Literal
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SELFTEST, SelfTest, TowerResult, bf16_step, chart, load_selftest
 from edge_dflash.decode.accept import accepted
-from edge_dflash.decode.backend import Backend, Rows
+from edge_dflash.decode.backend import Backend
+from edge_dflash.decode.replay import replay as replayed
 from edge_dflash.errors import BackendError, VerificationError
 from edge_dflash.model.specs import VisionSpec
 
@@ -214,32 +215,22 @@ def run_selftest(
     tower looks at the test's picture.
     """
     selftest = selftest if backend.shape.drafts else selftest.plain
-    began, wanted = time.perf_counter(), iter(selftest.best)
-    differences, moved = list[TokenDifference](), list[float]()
-
-    def compare(rows: Rows, count: int) -> None:
-        """The first ``count`` rows, which choose the next tokens, with the recorded choices."""
-        logits = rows.logits()
-        for row, found, best in zip(logits[:count], rows.argmax(), wanted, strict=False):
-            position, token = len(moved), best.ids[0]
-            moved.append(best.moved(row))
-            if found != token:
-                best_here, recorded = float(row[found]), float(row[token])
-                regret, step = best_here - recorded, bf16_step(best_here)
-                differences.append(TokenDifference(position, found, token, regret, regret / step))
-
-    backend.reset()
+    began, tokens = time.perf_counter(), selftest.tokens
+    differences, moved, equal, lengths = list[TokenDifference](), list[float](), 0, list[int]()
     try:
-        tokens, at, equal, lengths = selftest.tokens, 0, 0, list[int]()
-        compare(backend.prefill(selftest.prompt), 1)
-        for drafts, committed in zip(selftest.drafts, selftest.accept_lengths, strict=True):
-            ahead = tokens[at + 1 :]
-            own = backend.propose(tokens[at]).argmax() if drafts else []
-            equal += sum(map(eq, own, drafts))
-            lengths.append(accepted(own[: len(ahead)], ahead) + 1)
-            compare(backend.verify([tokens[at], *drafts]), committed)
-            backend.commit(committed)
-            at += committed
+        for cycle, one in enumerate(replayed(backend, selftest.prompt, selftest.recorded)):
+            if cycle:
+                own, ahead = one.own.argmax() if one.own is not None else [], tokens[len(moved) :]
+                equal += sum(map(eq, own, one.drafts))
+                lengths.append(accepted(own[: len(ahead)], ahead) + 1)
+            logits = one.rows.logits()
+            for row, found, token in zip(logits, one.rows.argmax(), one.tokens, strict=False):
+                position = len(moved)
+                moved.append(selftest.best[position].moved(row))
+                if found != token:
+                    best_here, recorded = float(row[found]), float(row[token])
+                    regret, step = best_here - recorded, bf16_step(best_here)
+                    differences.append(TokenDifference(position, found, token, regret, regret / step))
     finally:
         backend.reset()
     tower = None

@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +26,10 @@ from edge_dflash.builder.scales import read_prompts
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SCHEMA, BestLogits, SelfTest, TowerTest, accept_floor, chart
 from edge_dflash.common.files import directory
-from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Backend, Precision
 from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
+from edge_dflash.decode.replay import Recorded, replay
 from edge_dflash.errors import BuildError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
@@ -120,21 +121,16 @@ def _speculate(
     backend: Backend, prompt: tuple[int, ...], progress: Progress
 ) -> tuple[list[int], list[list[int]], list[int], list[BestLogits]]:
     """Tokens, the drafts of each cycle, the tokens it committed, the tokens' logits; whole cycles, no stop tokens."""
-    rows = backend.prefill(prompt)
-    tokens, best = rows.argmax(), [BestLogits.of(rows.logits()[0])]
-    drafts: list[list[int]] = []
-    lengths: list[int] = []
-    while len(tokens) <= NEW_TOKENS:
+    tokens, best, drafts, lengths = list[int](), list[BestLogits](), list[list[int]](), list[int]()
+    for cycle, one in enumerate(replay(backend, prompt)):
+        tokens += one.tokens
+        best += map(BestLogits.of, one.rows.logits()[: len(one.tokens)])
+        if cycle:
+            drafts.append(list(one.drafts))
+            lengths.append(len(one.tokens))
+        if len(tokens) > NEW_TOKENS:
+            break
         progress(len(tokens), NEW_TOKENS + 1)
-        proposed = backend.propose(tokens[-1]).argmax() if backend.shape.drafts else []
-        rows = backend.verify([tokens[-1], *proposed])
-        choices = rows.argmax()
-        n = accepted(proposed, choices)
-        best += map(BestLogits.of, rows.logits()[: n + 1])
-        tokens += [*proposed[:n], choices[n]]
-        drafts.append(proposed)
-        lengths.append(n + 1)
-        backend.commit(n + 1)
     return tokens, drafts, lengths, best
 
 
@@ -147,11 +143,10 @@ def _moved(
     backend: Backend, prompt: tuple[int, ...], tokens: tuple[int, ...], lengths: list[int], best: list[BestLogits]
 ) -> list[float]:
     """How far the logits of each token move on another backend."""
-    logits, at = [backend.prefill(prompt).logits()[0]], 0
-    for length in lengths:
-        logits += list(backend.verify(tokens[at : at + length]).logits())
-        backend.commit(length)
-        at += length
+    ends = [sum(lengths[:cycle]) for cycle in range(len(lengths) + 1)]
+    ahead = [tokens[at + 1 : end] for at, end in pairwise(ends)]  # what a cycle commits but its last token
+    passes = replay(backend, prompt, Recorded(tokens, ahead, lengths), propose=False)
+    logits = [row for one in passes for row in one.rows.logits()]
     return [one.moved(row) for one, row in zip(best, logits, strict=True)]
 
 

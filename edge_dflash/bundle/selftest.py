@@ -23,6 +23,7 @@ from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.common.tables import UNWRITTEN, decode, encode
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.drafts import Drafting
+from edge_dflash.decode.replay import Recorded
 from edge_dflash.decode.shape import PairShape
 from edge_dflash.errors import BundleError
 from edge_dflash.model.specs import PatchSpec
@@ -172,6 +173,11 @@ class SelfTest:
     def resolution(self) -> float:
         """One BF16 step of the best logit as a share of the spread, of the median row."""
         return statistics.median(bf16_step(one.logits[0]) / one.spread if one.spread else 0.0 for one in self.best)
+
+    @property
+    def recorded(self) -> Recorded:
+        """What is replayed."""
+        return Recorded(self.tokens, self.drafts, self.accept_lengths)
 
     @property
     def plain(self) -> SelfTest:

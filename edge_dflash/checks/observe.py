@@ -6,7 +6,6 @@ Keys and shapes: P prompt tokens, V vocabulary, H hidden, L target layers, B blo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,13 +14,10 @@ from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.backends.reference.tower import TorchTower
-from edge_dflash.decode.accept import accepted
-from edge_dflash.decode.backend import Asked, Cycle, Precision, Rows, no_tower
-from edge_dflash.decode.cycle import host_cycle
-from edge_dflash.decode.delegate import Delegate
+from edge_dflash.decode.backend import Precision, Rows, no_tower
 from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.tree import Parents
+from edge_dflash.decode.replay import replay
 from edge_dflash.decode.walk import WalkRows
 from edge_dflash.model.ops import Experts, GroupedConv, MarkovWalk, Op, SelectorWalk
 from edge_dflash.model.program import PairPrograms, Program
@@ -33,50 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 FLOAT32 = Precision("float32", "float32")
-
-
-class Recorder(Delegate):
-    """Writes down every cycle of a speculative generation."""
-
-    def __init__(self, backend: ReferenceBackend, threshold: float = 0.0) -> None:
-        """``threshold``: drafts from the first on that the drafter is less sure of are not verified."""
-        super().__init__(backend)
-        self._threshold = threshold
-        self._cycles: dict[str, list[Any]] = {}
-        self.verify_logits: list[Array] = []
-
-    def cycle(self, asked: Asked) -> Cycle:
-        """See Backend."""
-        return host_cycle(self, replace(asked, threshold=self._threshold))
-
-    def propose(self, anchor: int, lane: int = 0) -> Rows:
-        """Record position, tokens and scores of the drafts."""
-        rows = super().propose(anchor, lane)
-        found: dict[str, Any] = {"start": self.length(lane), "draft_tokens": rows.argmax()}
-        if isinstance(rows, WalkRows) and isinstance(rows.op, SelectorWalk):
-            ids, scores = (np.stack(part) for part in zip(*rows.candidates(), strict=True))
-            found |= {"candidates": ids, "scores": scores, "draft_logits": rows.base}
-        else:
-            found["draft_logits"] = rows.logits()
-        if isinstance(rows, WalkRows) and (confidence := rows.confidence()):
-            found["confidence"] = confidence
-        self._note(found)
-        return rows
-
-    def verify(self, ids: Sequence[int], lane: int = 0, parents: Parents | None = None) -> Rows:
-        """Record logits, and how many drafts there are and how many they accept."""
-        rows = super().verify(ids, lane, parents)
-        self.verify_logits.append(rows.logits())
-        self._note({"proposed": len(ids) - 1, "accepted": accepted(list(ids[1:]), rows.argmax())})
-        return rows
-
-    def _note(self, found: Mapping[str, Any]) -> None:
-        for name, value in found.items():
-            self._cycles.setdefault(name, []).append(value)
-
-    def arrays(self, *names: str) -> dict[str, Array]:
-        """What was recorded, by the golden's keys; ``names``: some of it."""
-        return {f"cycle_{name}": np.array(self._cycles[name]) for name in names or self._cycles if self._cycles}
 
 
 class GoldenObserver:
@@ -102,10 +54,8 @@ class GoldenObserver:
         if new_tokens:
             greedy = self._generations(backend, prompt, new_tokens, found)
         if new_tokens and threshold is not None:
-            backend.reset()
-            cut = Recorder(backend, threshold)
-            generate(cut, prompt.ids, Options(max_new_tokens=new_tokens), pictures=prompt.pictures)
-            found |= {f"cut_{key}": array for key, array in cut.arrays("start", "proposed", "accepted").items()}
+            cut, _ = self._cycles(backend, prompt, new_tokens, threshold)
+            found |= {f"cut_cycle_{name}": np.array(cut[name]) for name in ("start", "proposed", "accepted") if cut}
         found |= self._mixtures(prompt, block or ())
         found |= self._forward(prompt, greedy)
         found["prefill_logits"][-1] = last_row  # as the prefill pass computes it
@@ -221,22 +171,52 @@ class GoldenObserver:
     ) -> tuple[int, ...]:
         """Plain and speculative greedy decoding, cycle by cycle. Returns the plain tokens."""
         greedy = self._greedy(backend, prompt, new_tokens)
-        backend.reset()
-        cycles = Recorder(backend)
-        speculative = generate(cycles, prompt.ids, Options(max_new_tokens=new_tokens), pictures=prompt.pictures)
         found["greedy_tokens"] = np.array(greedy)
+        cycles, tokens = self._cycles(backend, prompt, new_tokens)
         if self._spec.drafter is not None:
-            found[f"{self._spec.drafter.kind}_tokens"] = np.array(speculative.tokens)
-        if cycles.verify_logits:
-            found |= cycles.arrays()
-            del found["cycle_proposed"]  # all of them
-            found["cycle0_verify_logits"] = cycles.verify_logits[0]
+            found[f"{self._spec.drafter.kind}_tokens"] = np.array(tokens)
+        if cycles:
+            found["cycle0_verify_logits"] = cycles.pop("verify_logits")[0]
+            del cycles["proposed"]  # all of them
+            found |= {f"cycle_{name}": np.array(values) for name, values in cycles.items()}
         return greedy
+
+    def _cycles(
+        self, backend: ReferenceBackend, prompt: Pictured, new_tokens: int, threshold: float = 0.0
+    ) -> tuple[dict[str, list[Any]], list[int]]:
+        """What every cycle of a speculative generation is, by the golden's names; and its tokens.
+
+        ``threshold``: drafts from the first on that the drafter is less sure of are not verified.
+        """
+        found, tokens = dict[str, list[Any]](), list[int]()
+        for one in replay(backend, prompt.ids, threshold=threshold, sight=self._sight(prompt)):
+            if tokens:
+                taken = _drafted(one.own) if one.own is not None else {}
+                taken |= {"start": one.start, "proposed": len(one.drafts), "accepted": len(one.tokens) - 1}
+                for name, value in (taken | {"verify_logits": one.rows.logits()}).items():
+                    found.setdefault(name, []).append(value)
+            tokens += one.tokens
+            if len(tokens) >= new_tokens:
+                break
+        return found, tokens[:new_tokens]
 
     def _greedy(self, backend: ReferenceBackend, prompt: Pictured, new_tokens: int) -> tuple[int, ...]:
         backend.reset()
         options = Options(max_new_tokens=new_tokens, speculative=False)
         return generate(backend, prompt.ids, options, pictures=prompt.pictures).tokens
+
+
+def _drafted(rows: Rows) -> dict[str, Any]:
+    """Tokens and scores of a drafter's rows."""
+    found: dict[str, Any] = {"draft_tokens": rows.argmax()}
+    if isinstance(rows, WalkRows) and isinstance(rows.op, SelectorWalk):
+        ids, scores = (np.stack(part) for part in zip(*rows.candidates(), strict=True))
+        found |= {"candidates": ids, "scores": scores, "draft_logits": rows.base}
+    else:
+        found["draft_logits"] = rows.logits()
+    if isinstance(rows, WalkRows) and (confidence := rows.confidence()):
+        found["confidence"] = confidence
+    return found
 
 
 def _places(prompt: Pictured) -> dict[str, Array]:

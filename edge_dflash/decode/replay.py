@@ -1,0 +1,72 @@
+"""Cycles pass by pass, for who looks at every pass: the recording of a self-test, its replay, golden files.
+
+Where the loop asks its backend for whole cycles, the replay makes them of propose, verify and commit and hands over the
+rows of each, along the choices of the rows or along recorded tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from edge_dflash.decode.accept import accepted
+from edge_dflash.decode.backend import Asked, Backend, Rows
+from edge_dflash.decode.cycle import drafted
+from edge_dflash.pictures.pictured import Sight
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A continuation that is known."""
+
+    tokens: Sequence[int]  # behind the prompt; the first is the prefill's
+    drafts: Sequence[Sequence[int]]  # that each cycle verifies
+    accept_lengths: Sequence[int]  # tokens that each cycle commits
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The passes of a cycle; of the prompt: its last row, which chooses the first token."""
+
+    start: int  # committed tokens before it
+    own: Rows | None  # the pair's own drafts; None: the drafter was not asked
+    drafts: Sequence[int]  # that were verified
+    rows: Rows  # of the anchor and the drafts
+    tokens: Sequence[int]  # that it commits; as many rows chose them
+
+
+def replay(
+    backend: Backend,
+    prompt: Sequence[int],
+    recorded: Recorded | None = None,
+    *,
+    propose: bool = True,
+    threshold: float = 0.0,
+    sight: Sight | None = None,
+) -> Iterator[Passed]:
+    """The prompt, then cycles: those that were recorded, or greedy ones without end.
+
+    ``propose``: ask the drafter. ``threshold``: its own drafts from the first on that it is less sure of are not
+    verified. A cycle is committed when the next one is asked for. The backend is reset before.
+    """
+    backend.reset()
+    rows = backend.prefill(prompt, sight=sight)
+    tokens = list(recorded.tokens if recorded else rows.argmax())
+    yield Passed(0, None, (), rows, tokens[:1])
+    cycle, at = 0, 0  # of the anchor
+    while recorded is None or cycle < len(recorded.drafts):
+        start, anchor = backend.length(), tokens[at]
+        drafting = propose and backend.shape.drafts and (recorded is None or recorded.drafts[cycle])
+        own = backend.propose(anchor) if drafting else None
+        if recorded is not None:
+            drafts, count = recorded.drafts[cycle], recorded.accept_lengths[cycle]
+            rows = backend.verify([anchor, *drafts])
+        else:
+            drafts = drafted(Asked(anchor, threshold=threshold), own, start + 1) if own is not None else []
+            rows = backend.verify([anchor, *drafts])
+            choices = rows.argmax()
+            count = accepted(drafts, choices) + 1
+            tokens += [*drafts[: count - 1], choices[count - 1]]
+        yield Passed(start, own, drafts, rows, tokens[at + 1 : at + 1 + count])
+        backend.commit(count)
+        cycle, at = cycle + 1, at + count
