@@ -57,21 +57,30 @@ class TokenDifference:
 class SelfTestResult:
     """The outcome of one replay."""
 
+    recorded: SelfTest  # without its drafts, where the drafter was not asked
     exact: bool  # whether bits were promised, so that everything had to be equal
-    tokens: int
     differences: tuple[TokenDifference, ...]
-    drafts: int
     drafts_equal: int
     accept_length: float  # drafts made here that the recorded tokens confirm, plus one, mean of the cycles
-    accept_length_at_build: float
-    floor: float
     seconds: float
     moved: float  # how far the best logits moved against each other: the median row's share of its spread
     moved_most: float  # and that of the row where they moved most; NaN when a logit is not a number
-    rounding: float  # both as rounding moved them at build
-    rounding_most: float
-    resolution: float  # one BF16 step of the best logit, the median row's share of its spread
     tower: TowerResult | None = None  # of a pair with a vision tower
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.recorded.tokens)
+
+    @property
+    def drafts(self) -> int:
+        """Number of drafts."""
+        return self.recorded.drafted
+
+    @property
+    def floor(self) -> float:
+        """Least accept length that passes."""
+        return self.recorded.accept_floor
 
     @property
     def draft_agreement(self) -> float:
@@ -94,12 +103,12 @@ class SelfTestResult:
     @property
     def bound(self) -> float:
         """How far rounding moves the logits of the median row, at most."""
-        return ROUNDING * self.rounding + self.resolution
+        return ROUNDING * self.recorded.rounding + self.recorded.resolution
 
     @property
     def bound_most(self) -> float:
         """How far rounding moves the logits of any row, at most."""
-        return ROUNDING_MOST * self.rounding_most + self.resolution
+        return ROUNDING_MOST * self.recorded.rounding_most + self.recorded.resolution
 
     @property
     def worst(self) -> TokenDifference:
@@ -137,7 +146,7 @@ class SelfTestResult:
             rounded = f"; {differ} {self.worst.steps:.2g} BF16 steps, which rounding explains ({self._movement})"
         return (
             f"{self.tokens - count} of {self.tokens} tokens and {self.drafts_equal} of {self.drafts} drafts as at "
-            f"build, accept length {self.accept_length:.2f} (at build {self.accept_length_at_build:.2f}, at least "
+            f"build, accept length {self.accept_length:.2f} (at build {self.recorded.accept_length:.2f}, at least "
             f"{self.floor:.2f}){rounded}{'' if self.tower is None else f'; {self.tower.summary}'}"
         )
 
@@ -185,7 +194,7 @@ class SelfTestResult:
             "verdict": self.verdict,
             "exact": self.exact,
             "accept_length": self.accept_length,
-            "accept_length_at_build": self.accept_length_at_build,
+            "accept_length_at_build": self.recorded.accept_length,
             "floor": self.floor,
             "tokens": self.tokens,
             "tokens_equal": not self.differences,
@@ -237,20 +246,14 @@ def run_selftest(
     if vision is not None and selftest.tower is not None:
         tower = selftest.tower.judge(backend.see(chart(vision.patches)).host(), exact=exact)
     return SelfTestResult(
+        recorded=selftest,
         exact=exact,
-        tokens=len(tokens),
         differences=tuple(differences),
-        moved=statistics.median(moved),
-        moved_most=max(moved, key=lambda one: math.inf if math.isnan(one) else one),
-        rounding=selftest.rounding,
-        rounding_most=selftest.rounding_most,
-        resolution=selftest.resolution,
-        drafts=selftest.drafted,
         drafts_equal=equal,
         accept_length=sum(lengths) / len(lengths),
-        accept_length_at_build=selftest.accept_length,
-        floor=selftest.accept_floor,
         seconds=time.perf_counter() - began,
+        moved=statistics.median(moved),
+        moved_most=max(moved, key=lambda one: math.inf if math.isnan(one) else one),
         tower=tower,
     )
 

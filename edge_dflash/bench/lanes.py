@@ -11,9 +11,10 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import mean, median, quantiles
 
+from edge_dflash.bench.device import Device
 from edge_dflash.bench.measure import lent
 from edge_dflash.bench.result import BenchResult, Company, LaneLoad, PassTime
-from edge_dflash.bench.run import Device, Say, Subject
+from edge_dflash.bench.run import Say, Subject
 from edge_dflash.bench.workload import Workload
 from edge_dflash.checks.footprint import Costs
 from edge_dflash.checks.mixes import Watching

@@ -1,22 +1,19 @@
-"""Times a device and a loaded pair: plans as a caller gets them, cycles called directly, prompts, memory, bandwidth.
+"""Times a loaded pair: plans as a caller gets them, cycles called directly, prompts.
 
 Every figure is measured, none computed from another. Works on any Backend; one on a GPU gives more.
 """
 
 from __future__ import annotations
 
-import ctypes
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from importlib.util import find_spec
 from statistics import mean, median
-from typing import TYPE_CHECKING, cast
 
+from edge_dflash.bench.device import experts_read, on_device
 from edge_dflash.bench.provenance import ClockSample
-from edge_dflash.bench.result import ByDrafts, CycleTimes, Decode, DeviceMemory, PassTime, Prefill
+from edge_dflash.bench.result import ByDrafts, CycleTimes, Decode, PassTime, Prefill
 from edge_dflash.board.state import EnergyMeter
 from edge_dflash.checks.footprint import Costs, Traffic
 from edge_dflash.decode import backend as base
@@ -28,22 +25,10 @@ from edge_dflash.result import Plan
 from edge_dflash.runner.job import Observer
 from edge_dflash.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # importing them needs CUDA's bindings
-    from edge_dflash.backends.cuda.backend import NativeBackend
-    from edge_dflash.backends.cuda.driver import Gpu
-
 CYCLES, BATCHES, WARM = 20, 5, 2  # timed cycles behind a prefill, how often, and cycles before
 MOST_BATCHES = 40  # while nvidia-smi is waited for
 LONG_PROMPT = 2048  # tokens from which one batch, or one run, is enough: their prefill takes most of the time
 ROUNDS = 3  # plans and raw cycles take turns so often on a GPU; the middle round counts
-_READ_BYTES, _LEAST_BYTES = 4 << 30, 256 << 20  # of the bandwidth probe; the least is far more than any L2 cache
-_REPEATS = 12  # of a probe
-_SIDE = 8192  # of the matrices of the matmul probe
-
-
-def on_device(backend: Backend) -> NativeBackend | None:
-    """The backend, if it is one on a GPU."""
-    return cast("NativeBackend", backend) if hasattr(backend, "gpu") else None
 
 
 @contextmanager
@@ -201,8 +186,6 @@ class Meter:
         device = on_device(self.planner.backend)
         if device is None or self.costs is None or not self.costs.expert_layers:
             return 0
-        from edge_dflash.backends.cuda.measured import experts_read
-
         return experts_read(device)
 
     def _experts(self, read: int, passes: int) -> float | None:
@@ -241,57 +224,6 @@ def decoded(seconds: float, accept_lengths: Sequence[int]) -> Decode:
     return Decode(committed / seconds, committed / cycles, cycles, seconds / cycles * 1e3)
 
 
-def memory(device: NativeBackend, free_before: int, allocations: int) -> DeviceMemory:
-    """Memory of a loaded backend; ``allocations`` is their count when loading had ended."""
-    device.gpu.enter()
-    free, total = device.gpu.free_bytes()
-    return DeviceMemory(
-        dict(device.budget), device.gpu.allocated_bytes, free_before - free, total, device.gpu.allocations - allocations
-    )
-
-
 def _middle(rounds: Sequence[Decode]) -> Decode:
     """The round whose cycle took the middle time."""
     return sorted(rounds, key=lambda decode: decode.ms)[len(rounds) // 2]
-
-
-def read_bandwidth(gpu: Gpu, cubin: Callable[[str], bytes]) -> float:
-    """Bytes a second of a kernel that only reads, over 4 GiB or an eighth of free memory: the best of several runs.
-
-    Allocates; the memory is the device's until ``gpu`` is closed.
-    """
-    free, _ = gpu.free_bytes()
-    nbytes = max(min(_READ_BYTES, free // 8), _LEAST_BYTES) // 16 * 16
-    module = gpu.load(cubin("bench"))
-    read, fill = module.kernel("bench_read"), module.kernel("bench_weights")
-    memory, sink = gpu.allocate(nbytes), gpu.allocate(4)
-    gpu.launch(fill, (8 * gpu.sm_count, 1, 1), 256, (memory, ctypes.c_longlong(nbytes // 4), ctypes.c_uint32(1), 4, 0))
-    arguments = (memory, ctypes.c_longlong(nbytes // 16), sink)
-    best = 0.0
-    for blocks in (2, 3, 4, 6):
-        graph = gpu.capture(partial(gpu.launch, read, (blocks * gpu.sm_count, 1, 1), 512, arguments))
-        for _ in range(3):  # clocks rise
-            graph.launch()
-        best = max(best, *(nbytes / gpu.seconds(graph.launch) for _ in range(_REPEATS)))
-    return best
-
-
-def matmul_rate() -> tuple[float, str] | tuple[None, None]:
-    """Operations a second of a large BF16 product, and who did it: cuBLAS through torch. None without torch's CUDA."""
-    if find_spec("torch") is None:
-        return None, None
-    import torch
-
-    if not torch.cuda.is_available():
-        return None, None
-    a, b = (torch.randn(_SIDE, _SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    best = 0.0
-    for _ in range(_REPEATS):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        torch.matmul(a, b)
-        torch.cuda.synchronize()
-        best = max(best, 2 * _SIDE**3 / (time.perf_counter() - began))
-    del a, b
-    torch.cuda.empty_cache()
-    return best, f"cuBLAS through torch {torch.__version__}, {_SIDE} x {_SIDE} x {_SIDE}"

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from operator import ne
 from typing import TYPE_CHECKING, Any
 
-from edge_dflash.bench.measure import (
-    ROUNDS,
-    Decodings,
-    Meter,
-    TimedRun,
-    host_cycle,
-    lent,
-    memory,
-    on_device,
-)
+from edge_dflash.bench.device import Device, StepTime, force, memory, on_device, profile
+from edge_dflash.bench.measure import ROUNDS, Decodings, Meter, TimedRun, host_cycle, lent
 from edge_dflash.bench.provenance import ClockSample, describe
 from edge_dflash.bench.result import (
     BenchResult,
@@ -31,34 +24,17 @@ from edge_dflash.bench.result import (
 )
 from edge_dflash.bench.workload import Workload, reached
 from edge_dflash.checks.footprint import Costs
-from edge_dflash.decode.backend import Backend
+from edge_dflash.decode.backend import Backend, Rows
+from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.drafts import measure
 from edge_dflash.decode.tree import Parents
 from edge_dflash.errors import ContextError
 from edge_dflash.planner import Planner
 
-if TYPE_CHECKING:  # importing them needs CUDA's bindings
+if TYPE_CHECKING:  # importing it needs CUDA's bindings
     from edge_dflash.backends.cuda.backend import NativeBackend
-    from edge_dflash.backends.cuda.measured import StepTime
-
-
-from operator import ne
-
-from edge_dflash.decode.backend import Rows
-from edge_dflash.decode.delegate import Delegate
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Device:
-    """What was measured of the device before anything was loaded."""
-
-    description: Mapping[str, Any] = field(default_factory=dict)
-    free_bytes: int = 0
-    bandwidth: float | None = None  # bytes a second
-    matmul_rate: float | None = None  # operations a second of a BF16 product
-    matmul_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +69,7 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
     work = fitted(work, planner.backend, say)
     meter = Meter(planner, costs, device.bandwidth)
     if on_gpu and (pattern := work.pattern(shape.verify_rows)) is not None:
-        _force(on_gpu, pattern)
+        force(on_gpu, pattern)
     allocations = on_gpu.gpu.allocations if on_gpu else 0
     first = meter.cycles(subject.prompts[0], 1)
     say("timing plain decoding")
@@ -217,26 +193,12 @@ def _cold(subject: Subject, first: TimedRun, steady_ms: float) -> Cold:
     return Cold(subject.load_seconds, len(subject.prompts[0]), prompt_ms, cycle_ms, steady_ms)
 
 
-def _force(device: NativeBackend, pattern: Sequence[int]) -> None:
-    """What each cycle accepts from now on."""
-    from edge_dflash.backends.cuda.measured import force  # importing it needs CUDA's bindings
-
-    force(device, pattern)
-
-
-def _profiled(device: NativeBackend, anchor: int) -> list[StepTime]:
-    """Times of the steps of a cycle."""
-    from edge_dflash.backends.cuda.measured import profile
-
-    return profile(device, anchor)
-
-
 def _profile(device: NativeBackend, prompt: Sequence[int], say: Say) -> tuple[StepKind, ...]:
     """Steps of a cycle by kind (layer numbers left out), the longest first."""
     say("timing every step of a cycle")
     device.reset()
     kinds: dict[str, list[StepTime]] = {}
-    for step in _profiled(device, device.prefill(prompt).argmax()[0]):
+    for step in profile(device, device.prefill(prompt).argmax()[0]):
         kinds.setdefault(re.sub(r"layers\.\d+", "layers.*", step.name), []).append(step)
     device.reset()
     found = (

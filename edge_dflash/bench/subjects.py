@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edge_dflash.backends.cuda.compile import ARCHS, cached_cubin
 from edge_dflash.backends.cuda.support import device_sm
+from edge_dflash.bench.device import CUBINS, Device, force_experts, probe_device
 from edge_dflash.bench.lanes import with_lanes
-from edge_dflash.bench.measure import matmul_rate, read_bandwidth
 from edge_dflash.bench.random_pair import RandomWeights, synthetic_pair, synthetic_tokenizer
 from edge_dflash.bench.result import BenchResult
-from edge_dflash.bench.run import Device, Form, Say, Subject, run, tiled
+from edge_dflash.bench.run import Form, Say, Subject, run, tiled
 from edge_dflash.bench.workload import Workload, routing
 from edge_dflash.board.archs import arch_of_sm
 from edge_dflash.bundle.reader import read_manifest
@@ -30,7 +28,6 @@ from edge_dflash.model import pair_programs
 from edge_dflash.planner import Planner, Task
 from edge_dflash.weights.layout import Format
 
-CUBINS = Path.home() / ".cache" / "edge-dflash" / "cubins"
 _PROMPTS = 4  # that a bundle is timed with
 _ACCEPT_LENGTH = 5.0  # of synthetic pairs, whose drafts are never right
 ACTIONS = ("navigate", "open", "close", "pick", "place", "inspect", "announce", "wait")
@@ -63,31 +60,6 @@ SCENE_STEPS = Form(
 )
 
 
-def probe_device(cubin_folder: Path, say: Say) -> tuple[Device, Callable[[str], bytes]]:
-    """Read bandwidth and matrix rate of the GPU, and where its cubins come from. Raises BackendError without a GPU."""
-    cubin = cubins(cubin_folder, device_sm())
-    from edge_dflash.backends.cuda.driver import Gpu  # needs CUDA's bindings
-
-    say("measuring the device")
-    rate, by = matmul_rate()
-    with closing(Gpu()) as gpu:
-        bandwidth = read_bandwidth(gpu, cubin)
-        description = {"device": gpu.name, "sm": gpu.sm, "multiprocessors": gpu.sm_count}
-    with closing(Gpu()) as gpu:  # without the memory of the probe
-        free, _ = gpu.free_bytes()
-    return Device(description, free, bandwidth, rate, by), cubin
-
-
-def cubins(folder: Path, sm: int) -> Callable[[str], bytes]:
-    """Cubins of compilation units for a device of SM ``sm`` (90 for 9.0): compiled once and kept in ``folder``.
-
-    Raises BackendError for a device without kernels; the result raises BuildError when it has to compile and cannot.
-    """
-    if (arch := arch_of_sm(sm)) is None or arch.kernels is None:
-        raise BackendError(f"this GPU is SM{sm}; the kernels are built for {', '.join(ARCHS)}")
-    return partial(cached_cubin, arch=arch.kernels, cache=folder)
-
-
 def bench_synthetic(
     name: str, kind: Format, work: Workload, cubin_folder: Path = CUBINS, say: Say = print
 ) -> BenchResult:
@@ -115,7 +87,6 @@ def synthetic_subject(
 ) -> Iterator[Subject]:
     """A published pair with random weights on the GPU, room for ``work``, and a tokenizer of its vocabulary's size."""
     from edge_dflash.backends.cuda.backend import NativeBackend
-    from edge_dflash.backends.cuda.measured import force_experts
 
     pair = synthetic_pair(name)
     tokenizer = synthetic_tokenizer(pair.target.vocab_size, WORDS)

@@ -14,10 +14,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from edge_dflash.bench.device import CUBINS
 from edge_dflash.bench.provenance import append, check_record
 from edge_dflash.bench.random_pair import pair_names
 from edge_dflash.bench.result import BenchResult, PassTime, svg
-from edge_dflash.bench.subjects import CUBINS, bench_bundle, bench_synthetic
+from edge_dflash.bench.subjects import bench_bundle, bench_synthetic
 from edge_dflash.bench.workload import PROFILES, Workload, reached
 from edge_dflash.checks.footprint import Traffic
 from edge_dflash.cli.output import Columns, emit_json, say, show, tabled

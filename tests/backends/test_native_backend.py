@@ -18,9 +18,9 @@ from edge_dflash.backends.cuda import loading
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.graphs import joint_steps
 from edge_dflash.backends.cuda.kernels.small import SlotWords
-from edge_dflash.backends.cuda.measured import REPEATS, force, profile
 from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.backends.cuda.slots import Slots
+from edge_dflash.bench.device import REPEATS, force, profile
 from edge_dflash.decode.backend import Asked, Backend, Cycle, Precision
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.decode.shape import lane_steps, row_steps

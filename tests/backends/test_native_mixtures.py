@@ -11,7 +11,7 @@ from store_weights import StoreWeights
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import loading
 from edge_dflash.backends.cuda.backend import NativeBackend
-from edge_dflash.backends.cuda.measured import experts_read, force_experts
+from edge_dflash.bench.device import experts_read, force_experts
 from edge_dflash.decode.backend import Asked, Precision
 from edge_dflash.errors import BackendError
 from edge_dflash.model.specs import ExpertsSpec

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.tower import TorchTower
-from edge_dflash.checks.observe import FLOAT32
+from edge_dflash.bench.observe import FLOAT32
 from edge_dflash.errors import BackendError, CheckpointError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import FrameAttend, Linear

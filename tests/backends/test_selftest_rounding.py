@@ -81,8 +81,8 @@ def test_flat_logits_that_are_some_steps_off_pass_as_rounding(hybrid, loaded, st
 def test_flat_logits_in_another_rounding_pass(hybrid, precision):
     _, rounded = outcome(hybrid, load_selftest(hybrid), precision=precision)
     assert rounded.verdict == "rounding"
-    assert rounded.moved < 2 * rounded.rounding
-    assert rounded.moved_most < 4 * rounded.rounding_most
+    assert rounded.moved < 2 * rounded.recorded.rounding
+    assert rounded.moved_most < 4 * rounded.recorded.rounding_most
 
 
 def test_flat_logits_of_sums_in_another_order_pass(hybrid, monkeypatch):

@@ -16,12 +16,12 @@ from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.kernels.tower import UNIT as TOWER_UNIT
 from edge_dflash.backends.cuda.kernels.tower import most_patches
-from edge_dflash.backends.cuda.measured import profile
 from edge_dflash.backends.cuda.steps import Convolve, Draft, Gather, Last, Mix, State
 from edge_dflash.backends.cuda.tensorrt import runtime
 from edge_dflash.backends.cuda.tensorrt.dense import EngineOps, address, check_engines
 from edge_dflash.backends.cuda.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from edge_dflash.backends.cuda.tensorrt.units import HEAD, STATE_UNITS, TOWER, RunEngine, bundle_units, tower_unit
+from edge_dflash.bench.device import profile
 from edge_dflash.builder.decide import _backends, choose
 from edge_dflash.decode.backend import Asked, Backend, Precision
 from edge_dflash.errors import BackendError

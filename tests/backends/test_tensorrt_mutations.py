@@ -111,12 +111,14 @@ def in_bf16(net):
 
 def without_sigmoid(net, gate, up):
     gate, up = net.cast(gate, "FLOAT"), net.cast(up, "FLOAT")
-    return net.cast(net.elementwise(net.sigmoid(gate), up, "PROD"), "BF16")
+    return net.cast(net.elementwise(net.activation(gate, "SIGMOID"), up, "PROD"), "BF16")
 
 
 def relu_like(net, gate, up):
     gate, up = net.cast(gate, "FLOAT"), net.cast(up, "FLOAT")
-    return net.cast(net.elementwise(net.elementwise(gate, net.sigmoid(gate), "PROD"), gate, "PROD"), "BF16")
+    return net.cast(
+        net.elementwise(net.elementwise(gate, net.activation(gate, "SIGMOID"), "PROD"), gate, "PROD"), "BF16"
+    )
 
 
 def no_transpose(net, x, w):

@@ -106,12 +106,12 @@ def test_the_network_has_the_inputs_and_the_output_of_its_unit():
 FAULTS = {
     "times_transposed": lambda right: lambda net, x, w: right(net, x, net.elementwise(w, w, "SUM")),
     "softmax": lambda right: lambda net, x: x,
-    "gelu": lambda right: lambda net, x, form: right(net, x, "GELU_ERF" if form == "GELU_TANH" else "GELU_TANH"),
+    "activation": lambda right: lambda net, x, form: right(net, x, "GELU_ERF" if form == "GELU_TANH" else "GELU_TANH"),
     "concat": lambda right: lambda net, tensors, axis=1: right(net, tensors[:1] * len(tensors), axis),
     "reduce": lambda right: lambda net, x, kind, keep: right(net, x, "MAX", keep=keep),
     "turned": lambda right: lambda net, x, order, shape: net.shaped(x, shape),
 }
-WHERE = {"times_transposed": "product", "gelu": "gelu", "reduce": "norm1"} | dict.fromkeys(
+WHERE = {"times_transposed": "product", "activation": "gelu", "reduce": "norm1"} | dict.fromkeys(
     ("softmax", "concat", "turned"), "attended"
 )
 

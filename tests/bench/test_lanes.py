@@ -11,8 +11,9 @@ from benchmark_support import FakeCosts, subject
 from golden_pairs import ENGINE, backend, golden
 from rich.console import Console
 
+from edge_dflash.bench.device import Device
 from edge_dflash.bench.lanes import joint_bytes, with_lanes
-from edge_dflash.bench.run import Device, run
+from edge_dflash.bench.run import run
 from edge_dflash.bench.workload import Workload
 from edge_dflash.checks import mixes as mixes_module
 from edge_dflash.checks.lossless import ByTurns

@@ -12,7 +12,8 @@ from benchmark_support import SHAPE, Clock, TimedBackend, device
 from edge_dflash.backends.cuda import compile as kernels
 from edge_dflash.backends.cuda.compile import ARCHS, KERNELS
 from edge_dflash.bench import subjects
-from edge_dflash.bench.subjects import Prompts, bench_bundle, bench_synthetic, cubins
+from edge_dflash.bench.device import cubins
+from edge_dflash.bench.subjects import Prompts, bench_bundle, bench_synthetic
 from edge_dflash.bench.workload import Workload
 from edge_dflash.board.archs import find_arch
 from edge_dflash.bundle.reader import read_manifest

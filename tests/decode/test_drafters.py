@@ -9,7 +9,7 @@ from fakes import Grammar, Stepped
 from golden_pairs import WALKS, golden, pair, programs, store
 from verify_support import exact
 
-from edge_dflash.checks.golden import check_golden
+from edge_dflash.bench.golden import check_golden
 from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.cycle import host_cycle

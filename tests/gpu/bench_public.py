@@ -22,12 +22,12 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from edge_dflash.backends.cuda.measured import force
-from edge_dflash.bench.measure import ROUNDS, Meter, decoded, host_cycle, on_device
+from edge_dflash.bench.device import CUBINS, Device, force, on_device, probe_device
+from edge_dflash.bench.measure import ROUNDS, Meter, decoded, host_cycle
 from edge_dflash.bench.provenance import ClockSample, describe
 from edge_dflash.bench.random_pair import synthetic_pair
-from edge_dflash.bench.run import Device, decode_all, fitted
-from edge_dflash.bench.subjects import CUBINS, bundle_subject, probe_device, synthetic_subject
+from edge_dflash.bench.run import decode_all, fitted
+from edge_dflash.bench.subjects import bundle_subject, synthetic_subject
 from edge_dflash.bench.workload import Workload, accept_pattern
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.planner import Planner

@@ -31,9 +31,9 @@ from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 from edge_dflash.backends.cuda.memory import Allocator
 from edge_dflash.backends.cuda.support import device_sm
 from edge_dflash.backends.cuda.tower import Tower, TowerLayout
+from edge_dflash.bench.device import CUBINS, probe_device
 from edge_dflash.bench.provenance import ClockSample, describe
 from edge_dflash.bench.random_pair import RandomWeights, synthetic_tokenizer
-from edge_dflash.bench.subjects import CUBINS, probe_device
 from edge_dflash.board.archs import arch_of_sm
 from edge_dflash.checks.footprint import PICTURE, tower_operations
 from edge_dflash.checks.inspect import default_chunk

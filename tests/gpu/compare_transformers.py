@@ -19,11 +19,10 @@ from cuda.bindings import driver
 from transformers_pair import Transformers
 
 from edge_dflash.backends.cuda.kernels.linear import LinearWeights
-from edge_dflash.backends.cuda.measured import force
+from edge_dflash.bench.device import CUBINS, force
 from edge_dflash.bench.measure import Meter
 from edge_dflash.bench.provenance import describe
 from edge_dflash.bench.random_pair import RandomWeights, synthetic_pair
-from edge_dflash.bench.subjects import CUBINS
 from edge_dflash.bench.workload import accept_pattern
 from edge_dflash.decode.backend import Precision
 from edge_dflash.planner import Planner
@@ -116,7 +115,7 @@ def ours(hf, pair, prompt, pattern, tokens, most, folder):
     """edge-dflash with the tensors of ``hf``: (plain, speculative) Decode, and the agreement."""
     from edge_dflash.backends.cuda.backend import NativeBackend
     from edge_dflash.backends.cuda.support import device_sm
-    from edge_dflash.bench.subjects import cubins
+    from edge_dflash.bench.device import cubins
 
     cubin = cubins(folder, device_sm())
     weights = TorchWeights(pair, hf.tensors)

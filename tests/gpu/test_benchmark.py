@@ -9,8 +9,8 @@ from native_linear_support import CACHE
 from random_words import random_words
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.bench.measure import read_bandwidth
-from edge_dflash.bench.subjects import bench_synthetic, cubins
+from edge_dflash.bench.device import cubins, read_bandwidth
+from edge_dflash.bench.subjects import bench_synthetic
 from edge_dflash.bench.workload import Workload
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from fakes import Stepped
 from golden_pairs import same_bits
 from native_backend_support import ENGINE, WIDE_KV, Nearness, native, prompt
 
-from edge_dflash.backends.cuda.measured import force, profile
+from edge_dflash.bench.device import force, profile
 from edge_dflash.checks.lossless import Adversary, ByTurns, drafters, oracle_until
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.controls import Controls

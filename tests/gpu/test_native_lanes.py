@@ -12,7 +12,7 @@ from native_backend_support import native, prompt
 from test_native_drafters import native as walking
 
 from edge_dflash.backends.cuda.driver import Graph
-from edge_dflash.backends.cuda.measured import force
+from edge_dflash.bench.device import force
 from edge_dflash.decode.backend import Asked, Cycle
 from edge_dflash.decode.logprobs import token_logprobs
 from edge_dflash.decode.sampling import Sampling, choose, pack

@@ -122,12 +122,14 @@ def calls() -> list[Call]:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """Attributes, methods defined for TensorRT to call, and single words, which may be members of an enumeration."""
+    """Attributes, keywords, methods defined for TensorRT to call, and single words, which may be members of an enumeration."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr
         elif isinstance(node, ast.FunctionDef):
             yield node.name
+        elif isinstance(node, ast.keyword) and node.arg:
+            yield node.arg
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
             yield node.value
 

@@ -10,7 +10,8 @@ from fakes import FakeBackend, FakeRows
 
 from edge_dflash.bench import measure
 from edge_dflash.bench import run as bench
-from edge_dflash.bench.run import Device, Subject
+from edge_dflash.bench.device import Device
+from edge_dflash.bench.run import Subject
 from edge_dflash.checks.footprint import Traffic
 from edge_dflash.decode import drafts, loop
 from edge_dflash.decode.backend import Cycle
@@ -35,8 +36,8 @@ class Clock:
     def install(self, monkeypatch):
         for module in (measure, drafts, loop, planning, job):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self.perf_counter))
-        monkeypatch.setattr(bench, "_force", lambda device, accept: device.force(accept))
-        monkeypatch.setattr(bench, "_profiled", lambda device, anchor: device.profile(anchor))
+        monkeypatch.setattr(bench, "force", lambda device, accept: device.force(accept))
+        monkeypatch.setattr(bench, "profile", lambda device, anchor: device.profile(anchor))
         return self
 
 

@@ -12,9 +12,9 @@ from native_support import NATIVE_PAIR, formats_of
 
 from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.reference.backend import ReferenceBackend
+from edge_dflash.bench.golden import verify_golden
 from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.checks.golden import verify_golden
 from edge_dflash.checks.lossless import verify_lossless
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.generation import generate

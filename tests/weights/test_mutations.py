@@ -6,7 +6,7 @@ from golden_pairs import ENGINE, NAMES, golden, pair, programs, store
 from verify_support import engine, nvfp4_store, short_golden
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
-from edge_dflash.checks.golden import check_golden
+from edge_dflash.bench.golden import check_golden
 from edge_dflash.checks.lossless import SAMPLED, verify_lossless
 from edge_dflash.model import pair_programs
 

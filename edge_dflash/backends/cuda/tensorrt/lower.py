@@ -139,7 +139,7 @@ def _op(net: Net, op: DenseOp, inputs: list[Any], store: WeightStore) -> Any:
             return layer_norm(net, x, vector(op.weight), vector(op.bias), op.eps)
         case GeluTanh() | GeluErf():
             form: Literal["GELU_TANH", "GELU_ERF"] = "GELU_TANH" if isinstance(op, GeluTanh) else "GELU_ERF"
-            return net.cast(net.gelu(net.cast(x, "FLOAT"), form), "BF16")
+            return net.cast(net.activation(net.cast(x, "FLOAT"), form), "BF16")
         case Fold():
             return net.shaped(x, (-1, op.count * net.columns(x)))
         case FrameAttend():
@@ -190,7 +190,7 @@ def add(net: Net, a: Any, b: Any) -> Any:
 def swiglu(net: Net, gate: Any, up: Any) -> Any:
     """silu(gate) * up in FP32."""
     gate, up = net.cast(gate, "FLOAT"), net.cast(up, "FLOAT")
-    silu = net.elementwise(gate, net.sigmoid(gate), "PROD")
+    silu = net.elementwise(gate, net.activation(gate, "SIGMOID"), "PROD")
     return net.cast(net.elementwise(silu, up, "PROD"), "BF16")
 
 

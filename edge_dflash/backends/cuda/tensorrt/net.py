@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -64,7 +65,7 @@ class Net:
             )
         self.held.append(array)
         weights = self.trt.Weights(self.dtype(dtype), array.ctypes.data, size)
-        return self._layer(self.network.add_constant(shape, weights), "constant").get_output(0)
+        return self._layer(self.network.add_constant(shape, weights), "constant")
 
     def ones(self, *shape: int) -> Any:
         """BF16 ones."""
@@ -72,108 +73,88 @@ class Net:
 
     def cast(self, x: Any, dtype: DType) -> Any:
         """Round to another type."""
-        return self._layer(self.network.add_cast(x, self.dtype(dtype)), "cast").get_output(0)
+        return self._layer(self.network.add_cast(x, self.dtype(dtype)), "cast")
 
     def elementwise(self, a: Any, b: Any, operation: Literal["SUM", "SUB", "PROD", "EQUAL"]) -> Any:
         """a op b; dimensions of 1 are broadcast."""
         kind = getattr(self.trt.ElementWiseOperation, operation)
-        return self._layer(self.network.add_elementwise(a, b, kind), operation).get_output(0)
+        return self._layer(self.network.add_elementwise(a, b, kind), operation)
 
     def unary(self, x: Any, operation: Literal["SQRT", "RECIP"]) -> Any:
         """Square root or reciprocal."""
-        kind = getattr(self.trt.UnaryOperation, operation)
-        return self._layer(self.network.add_unary(x, kind), operation).get_output(0)
+        return self._layer(self.network.add_unary(x, getattr(self.trt.UnaryOperation, operation)), operation)
 
-    def sigmoid(self, x: Any) -> Any:
-        """1 / (1 + exp(-x))."""
-        layer = self.network.add_activation(x, self.trt.ActivationType.SIGMOID)
-        return self._layer(layer, "sigmoid").get_output(0)
-
-    def gelu(self, x: Any, form: Literal["GELU_TANH", "GELU_ERF"]) -> Any:
-        """GELU, by tanh or exact."""
-        layer = self.network.add_activation(x, getattr(self.trt.ActivationType, form))
-        return self._layer(layer, form).get_output(0)
+    def activation(self, x: Any, form: Literal["SIGMOID", "GELU_TANH", "GELU_ERF"]) -> Any:
+        """1 / (1 + exp(-x)); GELU, by tanh or exact."""
+        return self._layer(self.network.add_activation(x, getattr(self.trt.ActivationType, form)), form)
 
     def softmax(self, x: Any) -> Any:
         """Shares of the last dimension that sum to one."""
-        layer = self._layer(self.network.add_softmax(x), "softmax")
-        layer.axes = 1 << len(x.shape) - 1
-        return layer.get_output(0)
+        return self._layer(self.network.add_softmax(x), "softmax", axes=1 << len(x.shape) - 1)
 
     def reduce(self, x: Any, operation: Literal["AVG", "MAX", "MIN", "SUM"], *, keep: bool) -> Any:
         """Reduce dimension 1, the columns of a matrix; ``keep`` leaves one."""
         kind = getattr(self.trt.ReduceOperation, operation)
-        return self._layer(self.network.add_reduce(x, kind, 1 << 1, keep), operation).get_output(0)
+        return self._layer(self.network.add_reduce(x, kind, 1 << 1, keep), operation)
 
     def select(self, condition: Any, a: Any, b: Any) -> Any:
         """Elements of a where the condition holds, else of b."""
-        return self._layer(self.network.add_select(condition, a, b), "select").get_output(0)
+        return self._layer(self.network.add_select(condition, a, b), "select")
 
     def concat(self, tensors: list[Any], axis: int = 1) -> Any:
         """Columns, or elements along another axis, side by side."""
-        layer = self._layer(self.network.add_concatenation(tensors), "concat")
-        layer.axis = axis
-        return layer.get_output(0)
+        return self._layer(self.network.add_concatenation(tensors), "concat", axis=axis)
 
     def split_columns(self, x: Any, counts: Sequence[int], axis: int = 1) -> list[Any]:
         """The first ``counts[0]`` columns, the next ``counts[1]`` and so on, or of another axis; one part is all."""
         if len(counts) == 1:
             return [x]
-        parts, first = [], 0
-        for count in counts:
-            layer = self._layer(self.network.add_slice(x, (first,), (count,), (1,)), "slice")
-            layer.axes = (axis,)
-            parts.append(layer.get_output(0))
-            first += count
-        return parts
+        firsts = [0, *accumulate(counts)]
+        slices = (self.network.add_slice(x, (at,), (count,), (1,)) for at, count in zip(firsts, counts, strict=False))
+        return [self._layer(layer, "slice", axes=(axis,)) for layer in slices]
 
     def gather_rows(self, table: Any, ids: Any) -> Any:
         """Rows of a table."""
-        return self._layer(self.network.add_gather(table, ids, 0), "gather").get_output(0)
+        return self._layer(self.network.add_gather(table, ids, 0), "gather")
 
     def shaped(self, x: Any, shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> Any:
         """The same elements in another shape, -1 for what is left; ``order``: of its dimensions, turned afterwards."""
-        layer = self._layer(self.network.add_shuffle(x), "shuffle")
-        layer.reshape_dims = shape
-        if order is not None:
-            layer.second_transpose = order
-        return layer.get_output(0)
+        turned = {} if order is None else {"second_transpose": order}
+        return self._layer(self.network.add_shuffle(x), "shuffle", reshape_dims=shape, **turned)
 
     def turned(self, x: Any, order: tuple[int, ...], shape: tuple[int, ...]) -> Any:
         """Dimensions in another order, then another shape."""
-        layer = self._layer(self.network.add_shuffle(x), "shuffle")
-        layer.first_transpose, layer.reshape_dims = order, shape
-        return layer.get_output(0)
+        return self._layer(self.network.add_shuffle(x), "shuffle", first_transpose=order, reshape_dims=shape)
 
     def times(self, a: Any, b: Any) -> Any:
         """Matrices [..., M, K] times [..., K, N]."""
         none = self.trt.MatrixOperation.NONE
-        return self._layer(self.network.add_matrix_multiply(a, none, b, none), "matmul").get_output(0)
+        return self._layer(self.network.add_matrix_multiply(a, none, b, none), "matmul")
 
     def times_transposed(self, x: Any, w: Any) -> Any:
         """x [..., rows, K] times w [..., N, K] transposed."""
         operation = self.trt.MatrixOperation
-        layer = self.network.add_matrix_multiply(x, operation.NONE, w, operation.TRANSPOSE)
-        return self._layer(layer, "matmul").get_output(0)
+        return self._layer(self.network.add_matrix_multiply(x, operation.NONE, w, operation.TRANSPOSE), "matmul")
 
     def dequantize(self, codes: Any, scale: Any, axis: int | None = None) -> Any:
         """Codes times scale, in BF16. ``axis`` is that of the channels of a vector scale, or of a matrix's blocks."""
-        layer = self._layer(self.network.add_dequantize(codes, scale, self.dtype("BF16")), "dequantize")
-        if axis is not None:
-            layer.axis = axis
-        return layer.get_output(0)
+        given = {} if axis is None else {"axis": axis}
+        return self._layer(self.network.add_dequantize(codes, scale, self.dtype("BF16")), "dequantize", **given)
 
     def quantize_blocks(self, x: Any, scale: Any) -> tuple[Any, Any]:
         """NVFP4 codes and E4M3 block scales of activations [rows, K]; ``scale`` is the FP32 scale of the scales."""
         layer = self.network.add_dynamic_quantize(x, 1, BLOCK, self.dtype("FP4"), self.dtype("FP8"))
-        layer = self._layer(layer, "quantize")
+        codes = self._layer(layer, "quantize")
         layer.set_input(1, scale)
-        return layer.get_output(0), layer.get_output(1)
+        return codes, layer.get_output(1)
 
-    def _layer(self, layer: Any, kind: str) -> Any:
+    def _layer(self, layer: Any, kind: str, **attributes: Any) -> Any:
+        """Name a layer and set its attributes; its first output."""
         layer = self._made(layer, kind.lower())
         layer.name = f"{self.scope}#{self.network.num_layers} {kind.lower()}"
-        return layer
+        for name, value in attributes.items():
+            setattr(layer, name, value)
+        return layer.get_output(0)
 
     def _made(self, made: Any, what: str) -> Any:
         if made is None:

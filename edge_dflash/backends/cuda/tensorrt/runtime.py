@@ -180,51 +180,27 @@ def _shape(binding: Binding, rows: int) -> tuple[int, ...]:
     return (rows,) if binding.columns is None else (rows, binding.columns)
 
 
-class EngineFile:
-    """An open engine. The pages that were read are given back when it is closed."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=0)
-
-    def read(self, count: int) -> bytes:
-        """Up to ``count`` bytes from where it stands; fewer only at the end."""
-        parts = []
-        while count > 0 and (part := self._file.read(count)):
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts) if len(parts) != 1 else parts[0]
-
-    def seek(self, offset: int, whence: int) -> bool:
-        """Move; ``whence`` as in :mod:`os`. False when there is no such place."""
-        try:
-            self._file.seek(offset, whence)
-        except (OSError, ValueError):
-            return False
-        return True
-
-    def close(self) -> None:
-        """Give the pages back: the weights are on the device now, which on a Jetson is the same memory."""
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self._file.close()
-
-
 def read_engine(trt: Any, path: Path, make: Callable[[Any], Made]) -> Made:
-    """What ``make`` makes of a stream reader over ``path``. Raises OSError."""
-    places = {int(getattr(trt.SeekPosition, name)): w for name, w in _WHENCE.items()}
+    """What ``make`` makes of a stream reader over ``path``, whose pages are given back. Raises OSError."""
+    places = {int(getattr(trt.SeekPosition, name)): whence for name, whence in _WHENCE.items()}
 
-    class Reader(trt.IStreamReaderV2):  # type: ignore[misc]
-        def __init__(self, file: EngineFile) -> None:
-            trt.IStreamReaderV2.__init__(self)
-            self._file = file
+    with path.open("rb") as file:
 
-        def read(self, num_bytes: int, stream: int) -> bytes:
-            return self._file.read(num_bytes)
+        class Reader(trt.IStreamReaderV2):  # type: ignore[misc]
+            def __init__(self) -> None:
+                trt.IStreamReaderV2.__init__(self)
 
-        def seek(self, offset: int, where: Any) -> bool:
-            return self._file.seek(offset, places[int(where)])
+            def read(self, num_bytes: int, stream: int) -> bytes:
+                return file.read(num_bytes)
 
-    file = EngineFile(path)
-    try:
-        return make(Reader(file))
-    finally:
-        file.close()
+            def seek(self, offset: int, where: Any) -> bool:
+                try:
+                    file.seek(offset, places[int(where)])
+                except (OSError, ValueError):
+                    return False
+                return True
+
+        try:
+            return make(Reader())
+        finally:  # the weights are on the device now, which on a Jetson is the same memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

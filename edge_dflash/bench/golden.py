@@ -147,7 +147,7 @@ def check_golden(
     patches: Arrays | None = None,
 ) -> GoldenComparison:
     """Compare in memory; ``programs`` replaces the pair's own, ``patches`` are pictures that were cut again."""
-    from edge_dflash.checks.observe import GoldenObserver  # torch, only here
+    from edge_dflash.bench.observe import GoldenObserver  # torch, only here
 
     programs = programs or pair_programs(spec)
     observer = GoldenObserver(spec, _WeightOnly(store), programs)

@@ -10,7 +10,7 @@ from golden_pairs import GOLDEN, NAMES, WALKS, directories, golden, pair, store
 from safetensors.numpy import save_file
 from verify_support import short_golden
 
-from edge_dflash.checks.golden import ArrayDifference, GoldenComparison, check_golden, picture_names, verify_golden
+from edge_dflash.bench.golden import ArrayDifference, GoldenComparison, check_golden, picture_names, verify_golden
 from edge_dflash.errors import CheckpointError, VerificationError
 from edge_dflash.weights.formats import WideWeight
 
