@@ -122,7 +122,7 @@ def calls() -> list[Call]:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """Attributes, keywords, methods defined for TensorRT to call, and single words, which may be members of an enumeration."""
+    """Attributes, keywords, methods that TensorRT calls, and single words, which may be members of an enumeration."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr
