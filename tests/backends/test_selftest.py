@@ -120,7 +120,7 @@ def test_a_healthy_bundle_passes_quickly(bundle, selftest):
     assert result.identical
     assert result.verdict == "identical"
     assert result.diagnosis == ""
-    assert result.accept_length == result.accept_length_at_build == selftest.accept_length
+    assert result.accept_length == result.recorded.accept_length == selftest.accept_length
     assert backend.length() == 0
     assert json.loads(json.dumps(result.to_json(), allow_nan=False))["ok"] is True
 
