@@ -1,5 +1,5 @@
 // Kernels of benchmarks: read memory as fast as the device can, fill memory with weights that no cache compresses, and
-// keep multiprocessors busy so that few are left (tests/support/few_multiprocessors.py).
+// keep multiprocessors busy so that few are left (tests/scripts/few_multiprocessors.py).
 #include "prelude.cuh"
 
 // Reads ``vectors`` pieces of 16 bytes; the sum keeps the loads alive.

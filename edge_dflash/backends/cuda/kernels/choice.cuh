@@ -3,7 +3,7 @@
 #pragma once
 #include "prelude.cuh"
 
-struct Settings {  // of a request, then of one launch; mirrored by sample.SETTINGS
+struct Settings {  // of a request, then of one launch
   double temperature, top_p;
   u64 seed;
   int top_k;

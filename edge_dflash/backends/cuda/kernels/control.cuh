@@ -1,4 +1,4 @@
-// Words of the control block of a slot in device memory (int32), mirrored by memory.Control.
+// Words of the control block of a slot in device memory (int32); memory.Control has their names.
 #pragma once
 #include "prelude.cuh"
 

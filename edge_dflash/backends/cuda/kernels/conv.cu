@@ -5,7 +5,7 @@
 
 static constexpr int THREADS = 512;
 
-struct Conv {           // mirrored by conv._Conv
+struct Conv {
   const u16* u;         // [rows, columns]
   const u16* c;         // coefficients: [rows, taps, columns / group] in rows of c_stride, at this side
   const float* base;    // [taps, columns]

@@ -52,7 +52,7 @@ extern "C" __global__ void cycle_accept(const int* drafts, const int* choices, i
 }
 
 // What slots work on, as the host has it: the blocks of those whose bit is set. A thread a word.
-struct Blocks {  // mirrored by small._Blocks
+struct Blocks {
   int words[MOST_SLOTS * CONTROL_WORDS];
 };
 extern "C" __global__ void cycle_set(int* control, const __grid_constant__ Blocks blocks, u32 slots) {

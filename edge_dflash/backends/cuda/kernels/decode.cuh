@@ -15,7 +15,7 @@
 // An NVFP4 word is for masks and shifts, or, where an instruction converts two codes (SM100 and later), holds a pair a byte.
 //
 // ``fetch`` and ``read`` take addresses that include 16 * lane. A tile is 16 rows of the unit. The Python side is
-// weights/layout.py and, for the bits of a word, weights/words.py.
+// weights/layout.py, for the bits of a word too.
 #pragma once
 #include "e2m1.cuh"
 

@@ -62,7 +62,7 @@ __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
   return d;
 }
 
-// E4M3 code of x / scale: nearest, ties to even, saturating at 448, NaN gives 0x7F. Bytes equal weights/fp8.to_e4m3.
+// E4M3 code of x / scale: nearest, ties to even, saturating at 448, NaN gives 0x7F. Bytes equal weights/quantize.to_e4m3.
 __device__ __forceinline__ u32 to_e4m3(float x, float scale) {
   float y = __fdiv_rn(x, scale);
   u32 bits = __float_as_uint(y), sign = (bits >> 24) & 0x80u, size = bits & 0x7fffffffu;

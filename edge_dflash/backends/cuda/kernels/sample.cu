@@ -13,7 +13,7 @@ static constexpr int SLICE = 8192;  // logits of a block; of a thread of the cho
 static constexpr int COUNT_THREADS = 512, CUT_THREADS = CHUNKS, THREADS = 256, GROUPS = SLICE / (8 * THREADS);
 static constexpr u32 NEAR_LOW = 117 << 7, NEAR = 20 << 7;  // |x| in [2^-10, 2^10): bins counted in shared memory first
 
-struct Job {  // mirrored by sample._Job
+struct Job {
   const u16* logits;
   const Settings* settings;  // of each slot
   const int* length;  // CONTROL_WORDS from a slot's to the next one's; null: rows and position as in the settings

@@ -183,7 +183,7 @@ __device__ __forceinline__ float dot(const u16* y, const float* x, int rank) {
   return lane_sum<32>(sum);
 }
 
-struct Mix {             // mirrored by walk._Mix
+struct Mix {
   const u16* before;     // [V, rank]
   const u16* matrix;     // columns of the predecessor: of [rank, stride], or of [3 rank, stride] where there is a state
   const u16* recurrent;  // columns of the state in the same rows; null: gated
@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(32 * MIX_WARPS)
   }
 }
 
-struct Walk {                // of slot 0; mirrored by walk._Walk
+struct Walk {                // of slot 0
   const u16* before;         // [V, rank]: rows of predecessors
   const u16* after;          // [V, rank]: rows of candidates
   const float* sums;         // selector: each row's factors, by walk_project; null: none
