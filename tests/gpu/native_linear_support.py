@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
+import pytest
 import torch
 from native_state_support import CACHE, Device, bf16
 
 from edge_dflash.backends.cuda.compile import cached_cubin
-from edge_dflash.backends.cuda.kernels.linear import LinearWeights
+from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights
+from edge_dflash.backends.cuda.kernels.splits import HopperSplits, WideSplits, clustered, hopper, row_tile
 from edge_dflash.backends.cuda.memory import Matrix
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
 from edge_dflash.weights.layout import repack
@@ -28,6 +32,39 @@ SHAPES = [(f, n, k) for f in FORMATS for n, k in (*SMALL, *LARGE[f])]
 def cubin(unit, arch):
     """The cubin of a unit; compiled once for each state of the sources."""
     return cached_cubin(unit, arch, CACHE)
+
+
+FAMILIES = ("hopper", "cluster", "few", "stream")
+
+
+class Split(Linears):
+    """Linears; on request of Hopper with splits, twins and clusters of the test's choice."""
+
+    splits, twins, most = None, None, 120
+
+    def choose(self, layout, rows, *, may_split=False):
+        if self.splits is None:
+            return super().choose(layout, rows, may_split=may_split)
+        count, held = self._gpu.sm_count, lambda _, s, *block: min(self.most, 120 // s)
+        if rows <= 16:
+            return HopperSplits.of(layout, self.splits, count, held)
+        return WideSplits.of(layout, row_tile(rows), self.splits, count, held, self.twins)
+
+
+def linears_of(device, family):
+    """The linears of a family of kernels, where this device runs it; "few": of 20 multiprocessors without clusters."""
+    gpu, arch = copy.copy(device.gpu), f"sm{device.gpu.sm}" + ("a" if device.gpu.sm >= 90 else "")
+    if family == "hopper" and not hopper(gpu.sm, 16):
+        pytest.skip("this device has no warpgroup products")
+    if family in ("cluster", "few") and not clustered(gpu.sm):
+        pytest.skip("this device has no kernels with clusters")
+    if family == "few":
+        gpu.sm, gpu.sm_count, gpu.most_clusters = 110, 20, lambda *block: 0
+    if family == "stream" and gpu.sm >= 100:
+        pytest.skip("weights lie as this device's own kernels read them")
+    if family == "stream":
+        gpu.sm = 87
+    return Split(gpu, lambda unit: cubin(unit, arch), most_rows=16 if family == "hopper" else 32, joint=128)
 
 
 def weight(kind, n, k, seed):

@@ -1,7 +1,7 @@
-"""Layers of full size with random weights: speculation at every accept length, and lanes, leave the bits of plain decoding.
+"""Layers of full size with random weights: speculation at every accept length, and lanes, leave plain decoding's bits.
 
-Plain decoding verifies one row at a time. Speculation is forced through every accept length: ``right`` true drafts, then
-wrong ones. Logits of every committed row, KV bytes, recurrent state and tokens are compared.
+Plain decoding verifies one row at a time. Speculation is forced through every accept length: ``right`` true drafts,
+then wrong ones. Logits of every committed row, KV bytes, recurrent state and tokens are compared.
 """
 
 from dataclasses import replace

@@ -1,19 +1,16 @@
-"""kernels/linear_hopper.cu: what test_native_linear.py asks of the other kernels, for passes of at most 16 rows."""
+"""kernels/linear_hopper.cu besides what test_native_linear.py asks of all: splits, clusters, orders, repetition."""
 
 import pytest
 import torch
 from native_linear_support import (
     FORMATS,
-    SHAPES,
-    check_exact,
     check_greedy,
-    check_slice,
-    cubin,
     empty,
     expected,
     fetch,
     fetch_blocks,
     inputs,
+    linears_of,
     put_blocks,
     run,
     ulps,
@@ -21,24 +18,13 @@ from native_linear_support import (
 )
 from native_state_support import Device
 
-from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights
+from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 from edge_dflash.backends.cuda.kernels.small import Small
-from edge_dflash.backends.cuda.kernels.splits import HopperSplits, hopper
+from edge_dflash.backends.cuda.kernels.splits import hopper
 from edge_dflash.backends.cuda.memory import NULL, Matrix, Norm
 from edge_dflash.weights.layout import WINDOW, repack
 
 pytestmark = pytest.mark.gpu
-
-
-class Split(Linears):
-    """Linears with a number of splits of the test's choice, and fewer clusters."""
-
-    splits, most = None, 1 << 30
-
-    def choose(self, layout, rows, *, may_split=False):
-        count = self._gpu.sm_count
-        best = self.splits or min(HopperSplits.counts(layout), key=lambda s: HopperSplits.cost(layout, s, count))
-        return HopperSplits.of(layout, best, count, lambda _, s, *block: min(self.most, 120 // s))
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +35,14 @@ def device():
 
 
 @pytest.fixture(scope="module")
-def linears(device):
-    return Split(device.gpu, lambda unit: cubin(unit, "sm90a"), most_rows=16)
+def of_hopper(device):
+    return linears_of(device, "hopper")
 
 
-@pytest.fixture(autouse=True)
-def as_split(linears):
-    linears.splits, linears.most = None, 1 << 30
-
-
-@pytest.mark.parametrize(("kind", "n", "k"), [*SHAPES, *((f, 72, 352) for f in FORMATS)])  # 352: half a block of 64
-def test_equals_the_exact_product(device, linears, kind, n, k):
-    w, x = weight(kind, n, k, n + k), inputs(16, k)
-    stack = LinearWeights.of(device.gpu, repack(w))
-    (found,) = run(device, linears, stack, x, 16)
-    check_exact(found, expected(x, w), 2e-6)
+@pytest.fixture
+def linears(of_hopper):
+    of_hopper.splits, of_hopper.most = None, 120
+    return of_hopper
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -77,50 +56,6 @@ def test_every_split_and_any_number_of_clusters(device, linears, kind, splits):
         seen.append(run(device, linears, stack, x, 16)[0])
     assert (ulps(seen[0], exact) > 0).double().mean() < 0.02
     assert all(torch.equal(seen[0], other) for other in seen)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_row_never_depends_on_other_rows_or_its_place(device, linears, kind):
-    k = 1600
-    stack = LinearWeights.of(device.gpu, repack(weight(kind, 600, k, 1)))
-    row = inputs(1, k, seed=7)
-    seen = []
-    for rows in (1, 7, 16):
-        for place in range(rows):
-            x = inputs(16, k, seed=100 * rows + place)
-            x[place] = row[0]
-            seen.append(run(device, linears, stack, x, rows)[0][place])
-    assert all(torch.equal(seen[0], other) for other in seen)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_residual_and_gate(device, linears, kind):
-    n, k = 344, 256
-    gate, up = (weight(kind, n, k, seed) for seed in (3, 4))
-    x = inputs(16, k)
-    g, u = (p.float() for p in run(device, linears, LinearWeights.of(device.gpu, repack((gate, up))), x, 16))
-    res = inputs(16, n, seed=5)
-    out = empty(device, 16, n)
-    linears.linear(LinearWeights.of(device.gpu, repack((gate, up), swiglu=True)), device.rows(x), [out], 16)
-    assert ulps(fetch(device, out, 16), (torch.nn.functional.silu(g) * u).double()).max() <= 1
-    linears.linear(LinearWeights.of(device.gpu, repack(gate)), device.rows(x), [out], 16, residual=device.rows(res))
-    assert torch.equal(fetch(device, out, 16), (res + g).bfloat16())
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize(("n", "k"), [(256, 768), (2560, 4096), (5120, 17408), (6, 64)])
-def test_split_over_blocks(device, linears, kind, n, k):
-    w, x = weight(kind, n, k, 9), inputs(16, k)
-    stack, scratch = LinearWeights.of(device.gpu, repack(w)), device.poisoned(16)
-    res, norm = inputs(16, n, seed=5), torch.rand(n) + 0.5
-    out, normal, again = (empty(device, 16, n) for _ in range(3))
-    norms = Norm(device.up(norm), 1e-6, normal)
-    linears.split_linear(stack, device.rows(x), out, 16, scratch, residual=device.rows(res), norm=norms)
-    found, normed = fetch(device, out, 16), fetch(device, normal, 16)
-    want = res.double() + expected(x, w).bfloat16().double()
-    assert (ulps(found, want) > 0).double().mean() < 0.03
-    Small(device.gpu, device.module("small")).rms_norm(out, norms.weight, again, 16, n, 1e-6)
-    assert torch.equal(fetch(device, again, 16), normed)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
@@ -153,10 +88,6 @@ def test_greedy(device, linears, splits, n, low, high):
     w.block_scale[high:] = w.block_scale[low : low + n - high]
     linears.splits = splits
     assert check_greedy(device, linears, LinearWeights.of(device.gpu, repack(w)), x, 16).min() >= low
-
-
-def test_a_slice_of_columns_is_accepted(device, linears):
-    check_slice(device, linears, 320, 64)
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bf16"])
@@ -225,8 +156,3 @@ def test_an_order_that_a_kernel_does_not_know_is_refused(device, linears):
         linears.linear(stack, x, [empty(device, 16, 64)], 16)
     with pytest.raises(ValueError, match="blocks"):
         linears.linear(stack, device.rows(inputs(16, 64)), [out], 16)
-
-
-def test_more_rows_than_the_kernels_take_are_refused(device, linears):
-    with pytest.raises(ValueError, match="17 rows"):
-        Linears.choose(linears, repack(weight("fp8", 64, 64, 1)).layout, 17)

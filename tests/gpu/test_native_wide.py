@@ -1,30 +1,28 @@
 """Linears of joint passes: a row of 17 to 128 has the bits that it has in a pass of 16, on every family of kernels."""
 
-import copy
-
 import pytest
 import torch
 from native_linear_support import (
+    FAMILIES,
     FORMATS,
     check_greedy,
-    cubin,
     empty,
     fetch,
     fetch_blocks,
     inputs,
+    linears_of,
     put_blocks,
     run,
     weight,
 )
 from native_state_support import Device
 
-from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights
+from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 from edge_dflash.backends.cuda.kernels.splits import (
     ClusterSplits,
     HopperSplits,
     StreamSplits,
     WideSplits,
-    clustered,
     hopper,
     row_tile,
 )
@@ -42,50 +40,20 @@ SHAPES = {  # (N, K)
 }
 
 
-class Split(Linears):
-    """Of Hopper, with splits, twins and clusters of the test's choice."""
-
-    splits, twins, most = None, None, 120
-
-    def choose(self, layout, rows, *, may_split=False):
-        if self.splits is None:
-            return super().choose(layout, rows, may_split=may_split)
-        count, held = self._gpu.sm_count, lambda _, s, *block: min(self.most, 120 // s)
-        if rows <= 16:
-            return HopperSplits.of(layout, self.splits, count, held)
-        return WideSplits.of(layout, row_tile(rows), self.splits, count, held, self.twins)
-
-
 @pytest.fixture(scope="module")
 def device():
     return Device()
 
 
-def _of(device, family):
-    gpu, arch = copy.copy(device.gpu), f"sm{device.gpu.sm}" + ("a" if device.gpu.sm >= 90 else "")
-    most = 16 if family == "hopper" else 32
-    if family == "hopper" and not hopper(gpu.sm, 16):
-        pytest.skip("this device has no warpgroup products")
-    if family in ("cluster", "few") and not clustered(gpu.sm):
-        pytest.skip("this device has no kernels with clusters")
-    if family == "few":
-        gpu.sm, gpu.sm_count, gpu.most_clusters = 110, 20, lambda *block: 0
-    if family == "stream" and gpu.sm >= 100:
-        pytest.skip("weights lie as this device's own kernels read them")
-    if family == "stream":
-        gpu.sm = 87
-    return Split(gpu, lambda unit: cubin(unit, arch), most_rows=most, joint=128)
-
-
-@pytest.fixture(scope="module", params=["hopper", "cluster", "few", "stream"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def linears(device, request):
     """Of every family that this device can run."""
-    return _of(device, request.param)
+    return linears_of(device, request.param)
 
 
 @pytest.fixture(scope="module")
 def wide(device):
-    return _of(device, "hopper")
+    return linears_of(device, "hopper")
 
 
 @pytest.fixture(autouse=True)
