@@ -308,6 +308,14 @@ def test_lanes_run_the_graph_of_the_fewest_slots_and_rows_that_hold_them(joint, 
             assert (accept.grid[0], accept[1][2]) == (slots, rows)
 
 
+@pytest.mark.parametrize("slots", [1, 4])
+def test_sampled_rows_choose_for_their_positions(joint, slots):
+    for rows, graph in joint[0].graphs[slots].sampled.graphs.items():
+        jobs = [one for name, given in graph.calls if name == "sample_count" for one in given if hasattr(one, "offset")]
+        found = [(job.offset, job.first, job.stop, job.block) for job in jobs]
+        assert found == [(0, 1, BLOCK, BLOCK), (1, 0, rows, rows)]  # of drafts row 0 is the anchor's: no draft
+
+
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_lanes_that_are_committed_whole_need_nothing_from_the_host(joint, lanes):
     backend, gpu = joint

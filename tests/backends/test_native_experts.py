@@ -1,16 +1,11 @@
 """Mixtures of experts without a device: kernels and their arguments, launches, what is refused."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
-from cubin_support import cubin, kernel_use
 
-from edge_dflash.backends.cuda.compile import KERNELS
-from edge_dflash.backends.cuda.kernels import experts
 from edge_dflash.backends.cuda.kernels.experts import (
     TILES,
-    UNITS,
     ExpertKernels,
     ExpertsBuffers,
     ExpertsShape,
@@ -24,10 +19,6 @@ from edge_dflash.errors import BackendError
 
 SHAPE = ExpertsShape(2048, 256, 8, 512, 1, True, "nvfp4", "nvfp4")
 FORMATS = ("nvfp4", "fp8", "bf16")
-
-
-def source(unit):
-    return (KERNELS / f"{unit}.cu").read_text() + (KERNELS / "experts.cuh").read_text()
 
 
 class Gpu:
@@ -58,24 +49,6 @@ def run(gpu, rows, shape=SHAPE, **options):
     x = Matrix(pointer, shape.hidden)
     ExpertKernels(gpu, lambda unit: b"").run(shape, weights, buffers, x, x, rows, **options)
     return gpu.launches
-
-
-def test_sizes_are_the_kernels():
-    sizes = {u: {n: int(v) for n, v in re.findall(r"(\w+) = (\d+)[,;]", source(u))} for u in UNITS}
-    assert 32 * sizes["experts"]["WARPS"] == experts._THREADS
-    assert 2 * experts._THREADS == experts._MOST_MEMBERS
-    assert sizes["experts"]["GROUP"] == experts._GROUP
-    assert sizes["experts"]["MOST_CHOSEN"] == experts._MOST_CHOSEN
-    for name in ("LIST_HEAD", "ENTRY_HEAD", "WARPS", "UP_PARTS", "DOWN_PARTS"):
-        assert sizes["experts_linear"][name] == getattr(experts, name), name
-
-
-@pytest.mark.parametrize("arch", ["sm87", "sm90a", "sm110a", "sm121a"])  # others have the same source
-@pytest.mark.parametrize("unit", UNITS)
-def test_kernels_spill_nothing(unit, arch):
-    use = kernel_use(cubin(unit, arch))
-    assert len(use) == {"experts": 6, "experts_linear": 18}[unit]
-    assert all(0 < one.registers <= 144 and one.stack_bytes == 0 for one in use.values())
 
 
 @pytest.mark.parametrize("arch", KERNEL_ARCHS)
@@ -124,23 +97,6 @@ def test_a_block_holds_its_stages():
     assert block_bytes("up", SHAPE.up, 8, 121) == 8 * 2 * (1152 + 8 * 64 * 2) + 8 * 1024
     assert block_bytes("down", down, 32, 90) == 8 * 3 * 2048 + 512 * 32 * 2
     assert block_bytes("up", SHAPE.up, 32, 90) == 8 * 6 * 1152 + 2048 * 32 * 2 + 4 * 8 * 1024
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden": 2040}, "512 columns over 2040; the native kernels take multiples of 16"),
-        ({"intermediate": 500}, "500 columns over 2048"),
-        ({"experts": 513}, "8 of 513 experts; the native kernels take at most 16 of at most 512"),
-        ({"chosen": 17}, "a row chooses 17 of 256 experts"),
-        ({"chosen": 9, "experts": 8}, "a row chooses 9 of 8 experts; the native kernels take at most 8"),
-        ({"shared": 25}, "25 shared members beside 8 experts; the native kernels take at most 32 in all"),
-    ],
-)
-def test_shapes_that_are_refused(changes, message):
-    values = {name: getattr(SHAPE, name) for name in SHAPE.__dataclass_fields__}
-    with pytest.raises(BackendError, match=message):
-        ExpertsShape(**values | changes)
 
 
 def test_passes_that_are_refused():

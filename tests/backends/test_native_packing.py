@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from native_support import formats_of, same, write_native_bundle
 
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.errors import BackendError
 from edge_dflash.weights import layout
 from edge_dflash.weights.layout import AT_ONCE, Layout, pack, repack, row_blocks, unpack_matrix
 
@@ -35,18 +34,6 @@ def test_blocks_behind_each_other_are_the_whole(form, columns, k, gated, nbytes)
     packed = [pack(block) for block in row_blocks(weights, Layout(form, tuple(columns), 16 * k, gated), nbytes)]
     assert np.array_equal(np.concatenate([p.data for p in packed]), whole.data)
     assert np.array_equal(np.concatenate([p.scale for p in packed]), whole.scale)
-
-
-def test_blocks_have_about_the_size_asked_for():
-    weight = random_weight(np.random.default_rng(0), (1024, 64), "bf16", None)
-    blocks = list(row_blocks([weight], Layout("bf16", (1024,), 64), 16 * 1024))
-    assert [block[0].shape[0] for block in blocks] == [128] * 8
-
-
-def test_what_the_kernels_do_not_take_is_refused():
-    weight = random_weight(np.random.default_rng(0), (32, 64), "f32", None)
-    with pytest.raises(BackendError, match="BF16 cannot hold"):
-        pack((weight,))
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "fp8", "bf16"])

@@ -1,42 +1,16 @@
 """The choice kernels without a GPU: they compile for every arch, and both sides have the same sizes."""
 
-import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cubin_support import cubin, kernel_use
 
-from edge_dflash.backends.cuda.compile import KERNELS
-from edge_dflash.backends.cuda.graphs import Graphs
 from edge_dflash.backends.cuda.kernels import sample
 from edge_dflash.backends.cuda.kernels.sample import Chooser
-from edge_dflash.backends.cuda.memory import Allocator, Control, DevicePointer, Matrix, aligned
+from edge_dflash.backends.cuda.memory import Allocator, DevicePointer, Matrix, aligned
 from edge_dflash.backends.cuda.rows import NativeRows
-from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.errors import BackendError
-
-SOURCE = (KERNELS / "sample.cu").read_text()
-CHOICE = (KERNELS / "choice.cuh").read_text()
-
-
-@pytest.mark.parametrize("arch", ["sm87", "sm90a", "sm110a", "sm121a"])
-def test_the_unit_compiles_with_few_spills(arch):
-    kernels = kernel_use(cubin(sample.UNIT, arch))
-    print(arch, {name: (use.registers, use.stack_bytes) for name, use in kernels.items()})
-    assert kernels.keys() == set(sample._KERNELS)
-    assert all(0 < use.registers <= 128 and use.stack_bytes <= 32 for use in kernels.values())
-    assert all(use.shared_bytes <= 48 << 10 for use in kernels.values())
-
-
-def test_sizes_are_those_of_the_kernel():
-    found = dict(re.findall(r"(\w+) = (\d+)[,;]", SOURCE))
-    ours = {"BINS": sample._BINS, "SLICE": sample._SLICE, "THREADS": sample._THREADS}
-    assert {name: int(found[name]) for name in ours} == ours
-    assert int(found["COUNT_THREADS"]) == sample._COUNT_THREADS
-    assert sample._BINS // int(found["CHUNK"]) == sample._CHUNKS
-    assert "CUT_THREADS = CHUNKS" in SOURCE
 
 
 def test_the_device_holds_what_a_vocabulary_needs():
@@ -142,52 +116,3 @@ def test_settings_go_to_the_device_only_when_they_change():
     before = len(owner.gpu.log)
     owner.chooser.prepare(Sampling(0.7))  # the choice has brought them
     assert len(owner.gpu.log) == before
-
-
-class Calls:
-    """Notes the name and the arguments of every method that is called."""
-
-    def __init__(self, log, name):
-        self._log, self._name = log, name
-
-    def __getattr__(self, method):
-        return lambda *arguments, **named: self._log.append((f"{self._name}.{method}", arguments, named))
-
-
-def test_a_sampled_cycle_chooses_for_the_positions_of_its_rows():
-    log, memory = [], Allocator(None)
-
-    def narrowed(rows, slots):
-        return SimpleNamespace(rows=slots * rows, enqueue=Calls(log, f"verify{rows}").enqueue)
-
-    at = [DevicePointer(address, 1024) for address in (1 << 20, 2 << 20, 3 << 20, 4 << 20, 5 << 20)]
-    control, ids, drafts, choices, other = at
-    buffers = SimpleNamespace(
-        control=control, ids=ids, drafts=drafts, choices=choices, clock=other, counted=other,
-        logits="logits", sampling=sample.SamplingBuffers.take(memory, 16, 100),
-    )  # fmt: skip
-    kernels = SimpleNamespace(cycle=Calls(log, "frame"), sampler=Calls(log, "sampler"), walker=None)
-    layout = SimpleNamespace(sizes=Sizes(10, 64, 128), first_draft=1)
-    loaded = SimpleNamespace(
-        common=SimpleNamespace(buffers=buffers, kernels=kernels, layout=layout),
-        passes={"propose": Calls(log, "propose"), "verify": SimpleNamespace(narrow=narrowed)},
-    )  # fmt: skip
-    graphs = Graphs(Calls(log, "gpu"), loaded, SimpleNamespace(found="host words"), None, mask=63)
-    for sampled, rows in ((False, 10), (True, 10), (False, 6), (True, 6)):
-        log.clear()
-        graphs.enqueue_cycle(rows, sampled=sampled)
-        names = [name for name, _, _ in log]
-        own = ["sampler.choose"] * sampled
-        passes = ["frame.ids", "propose.enqueue", *own, "frame.ids", f"verify{rows}.enqueue", *own]
-        assert names == [*passes, "frame.accept"]
-        assert "host words" in log[-1][1]  # the device writes what a cycle found where the host reads it
-        assert [named["logits"] for name, _, named in log if name.endswith("enqueue")] == [sampled] * 2
-        assert [arguments[2] for name, arguments, _ in log if name in ("frame.ids", "frame.accept")] == [10, rows, rows]
-        length = DevicePointer(control.address + 4 * Control.LENGTH, 4)
-        found = [arguments for name, arguments, _ in log if name == "sampler.choose"]
-        wanted = [
-            # of drafts row 0 is the anchor's: no draft
-            (buffers.sampling, "logits", drafts, sample.Block(length, 0, 1, 10), sample.Span(10)),
-            (buffers.sampling, "logits", choices, sample.Block(length, 1, 0, rows), sample.Span(rows)),
-        ]
-        assert found == wanted[: 2 * sampled]

@@ -80,6 +80,7 @@ def test_a_quantized_embedding_is_refused(word):
             "experts have 24 columns over .*; the native kernels take multiples of 16",
         ),
         (experts(count=32, chosen=17), "a row chooses 17 of 32 experts; the native kernels take at most 16"),
+        (experts(count=8, chosen=9), "a row chooses 9 of 8 experts; the native kernels take at most 8 of at most 512"),
         (experts(chosen=8, shared_intermediate=32 * 32), "a row has 32 shared members beside 8 experts"),
     ],
 )

@@ -1,26 +1,21 @@
 """Drafters whose drafts depend on each other, without a device: what is taken, steps, kernels and their arguments."""
 
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from control_gpu import ControlGpu
-from cubin_support import cubin, kernel_use
 from native_support import NATIVE_PAIR, formats_of, random_store, write_native_bundle
 from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda.backend import NativeBackend
-from edge_dflash.backends.cuda.compile import KERNELS
-from edge_dflash.backends.cuda.kernels import walk
 from edge_dflash.backends.cuda.kernels.walk import WalkBuffers, WalkShape
 from edge_dflash.backends.cuda.memory import Allocator
 from edge_dflash.backends.cuda.schedule import schedule
 from edge_dflash.backends.cuda.steps import Convolve, Draft, Project
 from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.cuda.weights import BundleWeights
-from edge_dflash.board.archs import KERNEL_ARCHS
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.decode.backend import Asked, Precision
 from edge_dflash.decode.sampling import Sampling
@@ -48,24 +43,6 @@ def load(monkeypatch, kind):
     monkeypatch.setattr(native_backend, "Gpu", lambda: gpu)
     weights, state = StoreWeights(random_store(formats, made), formats), Precision("bfloat16", "fp8")
     return gpu, NativeBackend(made, weights, state, cubin=lambda unit: b"", max_context=128, prefill_chunk=16)
-
-
-def test_sizes_are_the_kernels():
-    source = (KERNELS / "walk.cu").read_text()
-    found = {name: int(value) for name, value in re.findall(r"(\w+) = (\d+)[,;]", source)}
-    names = {"TOP_THREADS": "_TOP_THREADS", "SPLITS": "SPLITS", "MIX_WARPS": "_MIX_WARPS",
-             "WALK_THREADS": "_WALK_THREADS"}  # fmt: skip
-    assert {name: found[name] for name in names} == {name: getattr(walk, ours) for name, ours in names.items()}
-    assert 32 * found["PROJECT_WARPS"] == walk._PROJECT_THREADS
-    assert found["SLICE"] == walk._SLICE
-
-
-@pytest.mark.parametrize("arch", KERNEL_ARCHS)
-@pytest.mark.parametrize("unit", ["walk", "conv"])
-def test_kernels_spill_nothing(unit, arch):
-    use = kernel_use(cubin(unit, arch))
-    assert use
-    assert all(0 < one.registers <= 128 and one.stack_bytes == 0 for one in use.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,9 +7,7 @@ import subprocess
 import numpy as np
 import pytest
 from cubin_support import cubin
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from native_support import FakeGpu, same
+from native_support import FakeGpu
 from ptx_support import kernels_ptx
 
 from edge_dflash.backends.cuda.compile import KERNELS, compiler_version
@@ -92,26 +90,6 @@ def random_weight(n, k, seed):
     rng = np.random.default_rng(seed)
     packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
     return Nvfp4Weight(packed, rng.integers(0, 0x7F, (n, k // 16), dtype=np.uint8), 0.017)
-
-
-@settings(max_examples=25)
-@given(st.lists(st.integers(1, 70), min_size=1, max_size=3), st.integers(1, 12), st.booleans())
-def test_all_orders_hold_the_same_weights(columns, blocks, gated):
-    columns = columns[:1] * 2 if gated else columns
-    stack = [random_weight(n, 16 * blocks, n + i) for i, n in enumerate(columns)]
-    shared, pairs, halves = (repack(stack, swiglu=gated, words=words) for words in ("shared", "bytes", "halves"))
-    for a, b, c in zip(unpack(shared), unpack(pairs), unpack(halves), strict=True):
-        same(a, b)
-        same(a, c)
-    words, bytes_ = (r.data.reshape(-1, 1152)[:, :1024].view(np.uint32) for r in (shared, pairs))
-    assert np.array_equal(words, to_words(bytes_, "shared"))  # byte i holds pair i
-    assert np.array_equal(shared.data.reshape(-1, 1152)[:, 1024:], pairs.data.reshape(-1, 1152)[:, 1024:])
-    assert np.array_equal(shared.scale, pairs.scale)
-    for packed in (shared, pairs, halves):
-        assert np.array_equal(data_for(packed, 110), pairs.data)
-        assert np.array_equal(data_for(packed, 87), shared.data)
-    assert data_for(pairs, 110) is pairs.data
-    assert data_for(shared, 90) is shared.data
 
 
 def test_a_device_gets_the_words_that_its_kernels_read():
