@@ -1,9 +1,9 @@
 """The CUDA driver: device, memory, modules, launches, graphs, events.
 
 Everything goes through ``cuda.bindings`` (no torch, no run-time compiler). One :class:`Gpu` owns one stream; memory is
-allocated at load and freed together by :meth:`Gpu.close`. Every driver error becomes a BackendError. ``cuda-core`` (1.2.2,
-6 MB, aarch64 too) has launches, graphs and tensor maps, some 70 lines here, but no copies between arrays and device
-memory, no 2-D copies, and errors of its own: more to adapt than it would save.
+allocated at load and freed together by :meth:`Gpu.close`. Every driver error becomes a BackendError. ``cuda-core``
+(1.2.2, 6 MB, aarch64 too) has launches, graphs and tensor maps, some 70 lines here, but no copies between arrays and
+device memory, no 2-D copies, and other errors: more to adapt than it would save.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from edge_dflash.backends.cuda.kernels import attend, conv, delta, sample, small
 from edge_dflash.backends.cuda.kernels.experts import ExpertKernels
 from edge_dflash.backends.cuda.kernels.linear import Linears
 from edge_dflash.backends.cuda.kernels.splits import ALONE_ROWS, MOST_ROWS, StreamSplits, row_tile
-from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, DevicePointer, Matrix
+from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, DevicePointer, Matrix, Placement
 from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, mixes
-from edge_dflash.backends.cuda.passes import Buffers, Common, DeviceLayout, Frame, Kernels, Pass
-from edge_dflash.backends.cuda.schedule import place, schedule
+from edge_dflash.backends.cuda.passes import Buffers, Common, Frame, Kernels, Pass
+from edge_dflash.backends.cuda.schedule import Schedule, place, schedule
 from edge_dflash.backends.cuda.states import Sizes, States
 from edge_dflash.backends.cuda.steps import Convolve, Head, PassStep, Project
 from edge_dflash.backends.cuda.tower import Tower, TowerLayout
@@ -27,7 +27,7 @@ from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.shape import lane_steps
 from edge_dflash.errors import BackendError
-from edge_dflash.model.ops import Embed
+from edge_dflash.model.ops import Embed, SelectRows
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import VisionSpec
 from edge_dflash.weights.stacks import Stack, pair_stacks
@@ -36,6 +36,43 @@ _SLACK = 512 << 20  # bytes left to the driver for code and graphs: 345 MB for a
 
 _Shape = TypeVar("_Shape")
 _Face = TypeVar("_Face")
+
+
+@dataclass(frozen=True)
+class DeviceLayout:
+    """What will be on the device, known from the Programs and formats alone. Passes: prefill, verify, propose."""
+
+    programs: PairPrograms
+    precision: Precision
+    sizes: Sizes
+    schedules: Mapping[str, Schedule]
+    places: Mapping[str, Mapping[str, Placement]]
+    arena_bytes: int
+    tower: TowerLayout | None = None  # of a target that sees
+
+    @property
+    def image_bytes(self) -> int:
+        """Of the rows of images in a prefill pass."""
+        return 2 * self.sizes.prefill_rows * self.tower.spec.out if self.tower else 0
+
+    @property
+    def first_draft(self) -> int:
+        """Row of a propose pass that is the first draft: 0 where the anchor's drafts, else 1."""
+        return int(any(isinstance(op, SelectRows) for op in self.programs.propose.ops))
+
+    @property
+    def walk(self) -> walk.WalkShape | None:
+        """How the drafts are chosen; None: each row's logits alone do."""
+        if (op := self.programs.propose.walk) is None:
+            return None
+        columns = self.programs.propose.columns[op.inputs[0]]
+        return walk.WalkShape(op, self.sizes.of_pass("propose") - self.first_draft, columns, self.vocabulary)
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding and columns of the head."""
+        embed = next(op for op in self.programs.verify.ops if isinstance(op, Embed))
+        return self.programs.verify.weights[embed.weight].shape[0]
 
 
 @dataclass(frozen=True)

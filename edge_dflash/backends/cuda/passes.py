@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from edge_dflash.backends.cuda import steps
 from edge_dflash.backends.cuda.kernels.attend import AttendTensors, Attention, KvMemory
@@ -19,54 +20,17 @@ from edge_dflash.backends.cuda.kernels.delta import DeltaKernels, DeltaScratch, 
 from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights
 from edge_dflash.backends.cuda.kernels.sample import Sampler, SamplingBuffers
 from edge_dflash.backends.cuda.kernels.small import CycleKernels, Small
-from edge_dflash.backends.cuda.kernels.walk import DeviceWalk, WalkShape
-from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix, Norm, Placement, Words
+from edge_dflash.backends.cuda.kernels.walk import DeviceWalk
+from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix, Norm, Words
 from edge_dflash.backends.cuda.mixtures import Mixtures
-from edge_dflash.backends.cuda.schedule import Schedule, strides_of_blocks
-from edge_dflash.backends.cuda.states import Sizes, States
+from edge_dflash.backends.cuda.schedule import strides_of_blocks
+from edge_dflash.backends.cuda.states import States
 from edge_dflash.backends.cuda.steps import PassStep
-from edge_dflash.backends.cuda.tower import TowerLayout
-from edge_dflash.decode.backend import Precision
 from edge_dflash.model import ops
-from edge_dflash.model.program import PairPrograms
 from edge_dflash.weights.stacks import Stack
 
-
-@dataclass(frozen=True)
-class DeviceLayout:
-    """What will be on the device, known from the Programs and formats alone. Passes: prefill, verify, propose."""
-
-    programs: PairPrograms
-    precision: Precision
-    sizes: Sizes
-    schedules: Mapping[str, Schedule]
-    places: Mapping[str, Mapping[str, Placement]]
-    arena_bytes: int
-    tower: TowerLayout | None = None  # of a target that sees
-
-    @property
-    def image_bytes(self) -> int:
-        """Of the rows of images in a prefill pass."""
-        return 2 * self.sizes.prefill_rows * self.tower.spec.out if self.tower else 0
-
-    @property
-    def first_draft(self) -> int:
-        """Row of a propose pass that is the first draft: 0 where the anchor's drafts, else 1."""
-        return int(any(isinstance(op, ops.SelectRows) for op in self.programs.propose.ops))
-
-    @property
-    def walk(self) -> WalkShape | None:
-        """How the drafts are chosen; None: each row's logits alone do."""
-        if (op := self.programs.propose.walk) is None:
-            return None
-        columns = self.programs.propose.columns[op.inputs[0]]
-        return WalkShape(op, self.sizes.of_pass("propose") - self.first_draft, columns, self.vocabulary)
-
-    @property
-    def vocabulary(self) -> int:
-        """Rows of the embedding and columns of the head."""
-        embed = next(op for op in self.programs.verify.ops if isinstance(op, ops.Embed))
-        return self.programs.verify.weights[embed.weight].shape[0]
+if TYPE_CHECKING:
+    from edge_dflash.backends.cuda.loading import DeviceLayout
 
 
 @dataclass(frozen=True)
