@@ -258,15 +258,13 @@ def test_keywords_beside_a_reference_hold():
     ):
         (written_good, read), (written_bad, _) = written(of(source, **{"$defs": defs}), good, bad)
         assert (written_good, read, written_bad) == (True, json.loads(good), False), source
-    with pytest.raises(RequestError, match=r"'\$ref' of parameter 'a' would not be enforced"):
-        forced(
-            {
-                "name": "f",
-                "parameters": of({"$ref": "#/$defs/N", "maxLength": 3}, **{"$defs": {"N": {"type": "string"}}}),
-            }
-        )
-    with pytest.raises(RequestError, match="'enum' of parameter 'a' would not be enforced"):
-        forced({"name": "f", "parameters": of({"enum": ["a", "abc"], "minLength": 2})})
+    texts = {"$defs": {"N": {"type": "string"}}}
+    for source, more, keyword in (
+        ({"$ref": "#/$defs/N", "maxLength": 3}, texts, "$ref"),
+        ({"enum": ["a", "abc"], "minLength": 2}, {}, "enum"),
+    ):
+        with pytest.raises(RequestError, match=re.escape(f"'{keyword}' of parameter 'a' would not be enforced")):
+            forced({"name": "f", "parameters": of(source, **more)})
 
 
 @pytest.mark.parametrize(
@@ -368,27 +366,19 @@ DURATION = r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 UUID = "00000000-0000-4000-8000-000000000000"
 TAKEN = [
-    (
-        {**TEXT, "format": "email", "pattern": EMAIL},
-        ["a'b.c@x.co", "a@b-c.de.fg"],
-        ["a..b@x.co", ".a@x.co", "a'@x.co", "a@x"],
-    ),
+    ({**TEXT, "format": "email", "pattern": EMAIL}, ["a'b.c@x.co", "a@b-c.de.fg"],
+     ["a..b@x.co", ".a@x.co", "a'@x.co", "a@x"]),
     ({**TEXT, "format": "duration", "pattern": DURATION}, ["P1D", "PT5S", "P2W"], ["P", "PT", "P1DT"]),
     ({**TEXT, "pattern": DECIMAL}, ["1", "-0.5", ".5", "5.", "007"], ["", "-", ".", "+.", "1e5"]),
     ({**TEXT, "format": "uuid4"}, [UUID], [UUID.replace("4", "3"), UUID.replace("8", "7")]),
     ({**TEXT, "format": "file-path"}, ["/a"], [5]),
-    ({**TEXT, "format": "directory-path"}, ["/a"], [5]),
-    ({**TEXT, "nullable": True}, ["x", None], [5]),
     ({**TEXT, "nullable": True, "enum": ["a", None]}, ["a", None], ["b"]),
     ({"type": "object", "properties": {"x": TEXT}, "unevaluatedProperties": False}, [{"x": "1"}, {}], [{"y": "1"}]),
     ({"enum": ["a"], "enumNames": ["A"], "markdownDescription": "x", "propertyOrdering": []}, ["a"], ["b"]),
-    (
-        {"type": "object", "propertyNames": {**TEXT, "format": "uuid"}, "additionalProperties": INTEGER},
-        [{UUID: 1}],
-        [{"x": 1}],
-    ),
+    ({"type": "object", "propertyNames": {**TEXT, "format": "uuid"}, "additionalProperties": INTEGER}, [{UUID: 1}],
+     [{"x": 1}]),
     ({"type": "object", "propertyNames": {"enum": ["a", "b"]}, "minProperties": 2}, [{"a": 1, "b": 2}], [{"a": 1}, {}]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("source", "good", "bad"), TAKEN, ids=[json.dumps(row[0])[:70] for row in TAKEN])
