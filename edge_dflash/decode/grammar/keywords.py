@@ -81,7 +81,7 @@ def is_free(schema: object, kind: str = "") -> bool:
     """Whether a schema allows every value, or every one of a type."""
     if not isinstance(schema, dict):
         return schema is True
-    says = (key for key in schema if key not in DEFINITIONS and not forbids_nothing(key, schema))
+    says = (key for key in schema if not forbids_nothing(key, schema))
     return all(key == "type" and kind in kinds_of(schema) for key in says)
 
 
@@ -130,7 +130,8 @@ def _said_otherwise(node: dict[str, Any], texts: bool) -> bool:
 # The tables -----------------------------------------------------------------------------------------------------------
 
 IDLE: dict[str, Says] = {  # whether a keyword forbids nothing
-    **dict.fromkeys((*_ANNOTATIONS, "then", "else"), lambda value, node: True),  # "if" is judged by its branches
+    # Definitions hold where they are referred to, and "if" is judged by its branches.
+    **dict.fromkeys((*_ANNOTATIONS, *DEFINITIONS, "then", "else"), lambda value, node: True),
     **dict.fromkeys(("minLength", "minItems"), lambda value, node: _is_zero(value)),
     **dict.fromkeys(("additionalItems", "contentSchema", "unevaluatedItems"), lambda value, node: is_free(value)),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), _all_free),
@@ -186,7 +187,9 @@ _WRITTEN = (
 )
 TAKEN: dict[str, tuple[Says, str]] = {  # whether a value is enforced; what to give in place of another one
     **dict.fromkeys(("items", "additionalProperties"), (lambda value, node: True, "")),
-    **dict.fromkeys(NAMED, (lambda value, node: isinstance(value, dict), "give an object of schemas")),
+    **dict.fromkeys(
+        ("properties", "patternProperties"), (lambda value, node: isinstance(value, dict), "give an object of schemas")
+    ),
     **dict.fromkeys(
         COUNTS,
         (
@@ -242,8 +245,7 @@ TAKEN: dict[str, tuple[Says, str]] = {  # whether a value is enforced; what to g
         f"enforced are {', '.join(ENCODINGS)} of texts; remove it, or give a pattern beside it",
     ),
 }
-ENFORCED = TAKEN.keys()
-KNOWN = frozenset((*TAKEN, *_ANNOTATIONS))
+KNOWN = frozenset((*TAKEN, *DEFINITIONS, *_ANNOTATIONS))
 
 
 # Values that are refused ----------------------------------------------------------------------------------------------

@@ -24,10 +24,10 @@ from edge_dflash.decode.grammar.formats import FORMATS, INTEGERS, WITHOUT_LOOKIN
 from edge_dflash.decode.grammar.keywords import (
     COUNTS,
     DEFINITIONS,
-    ENFORCED,
     LISTS,
     NAMED,
     SINGLE,
+    TAKEN,
     Node,
     check,
     check_least,
@@ -156,7 +156,6 @@ class _Reader:
         self._taken: set[str] = set()  # names
         self._defs: dict[str, Any] = {}
         self._shared: dict[str, str] = {}  # a schema as JSON: the name of its definition
-        self._aside = 0  # definitions that this one is in: what is read there is checked, and not written
         self._depth = 0  # of the deepest schema
         self._left = MOST_BYTES
         self._checked: set[int] = set()  # ids of schemas of names
@@ -196,12 +195,8 @@ class _Reader:
         made: dict[str, Any] = {}
         kept = [key for key in node if not forbids_nothing(key, node)]
         for key in kept:
-            self._aside += key in DEFINITIONS
-            if key in ENFORCED:
+            if key in TAKEN:
                 made[key] = self._value(key, node, where, depth + 1, tags)
-            self._aside -= key in DEFINITIONS
-        for key in DEFINITIONS:
-            made.pop(key, None)
         if "propertyNames" in kept:
             self._name(node, made, where)
         else:
@@ -244,8 +239,6 @@ class _Reader:
 
     def _reference(self, reference: str, tags: Tags) -> str:
         """The place of a definition, which is written later."""
-        if self._aside:
-            return reference
         found = self._targets.setdefault(reference, resolve(self._root, reference))
         required = found.get("required", ()) if isinstance(found, dict) else ()
         tags = tuple(tag for tag in tags if tag not in required)
@@ -282,7 +275,7 @@ class _Reader:
             made["patternProperties"] = {names: rest}
             return
         text = json.dumps(rest)
-        if len(text) > _SHORT and not self._aside:
+        if len(text) > _SHORT:
             if text not in self._shared:
                 self._shared[text] = next(self._fresh)
                 self._defs[self._shared[text]] = rest
