@@ -90,18 +90,24 @@ def spelling():
 SPELLING = spelling()
 
 
-def walk(constraint, rng, longest=600):
-    """Random allowed tokens until one ends the answer; returns those before it."""
+def walk(constraint, rng, longest=600, favoured=lambda tokens: ()):
+    """Random allowed tokens until one ends the answer: those before it; None when it does not end.
+
+    ``favoured``: sets of ids, each with how often one of them comes where it may.
+    """
     tokens = []
     while len(tokens) < longest:
-        ids = np.flatnonzero(constraint.allowed())
-        assert len(ids), "a place with no allowed token"
-        token = int(rng.choice(list(ids)))
+        ids = [int(i) for i in np.flatnonzero(constraint.allowed())]
+        assert ids, "a place with no allowed token"
+        for some, share in favoured(tokens):
+            among = [i for i in ids if i in some]
+            ids = among if among and rng.random() < share else ids
+        token = rng.choice(ids)
         assert constraint.push(token)
         if token in STOP:
             return tokens
         tokens.append(token)
-    raise AssertionError("the walk did not end")
+    return None
 
 
 class Stepper:

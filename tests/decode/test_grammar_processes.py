@@ -19,13 +19,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import FakeBackend, Stepped
+from fakes import FakeBackend
 from grammar_support import (
     END,
     SCHEMAS,
+    Direct,
+    allowed_by,
     compile_regex,
     compile_schema,
-    compiled_here,
     open_tokenizer,
     tokenizer,
     vocab_size,
@@ -40,7 +41,7 @@ from edge_dflash.decode.grammar import compiled as module
 from edge_dflash.decode.grammar.compiled import Grammar, Grammars, Turns, hold
 from edge_dflash.decode.grammar.process import WALL_SECONDS, Child, Link
 from edge_dflash.decode.grammar.schema import schema_json
-from edge_dflash.decode.grammar.walker import Source, Walker
+from edge_dflash.decode.grammar.walker import Source
 from edge_dflash.decode.grammar.worker import Bounds
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.shape import PairShape
@@ -91,44 +92,25 @@ def until(condition, seconds=20.0):
         time.sleep(0.01)
 
 
-class Direct(Stepped):
-    """A grammar in this process."""
-
-    def __init__(self, kind, text):
-        super().__init__(Walker(compiled_here(kind, text, STOP)))
-
-    @property
-    def ended(self):
-        return self.inner.ended
-
-    def packed(self):
-        return np.frombuffer(self.inner.packed(), np.uint32)
-
-
-def best(mask, rng):
-    bits = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-    return int(rng.choice(list(bits)))
-
-
 # What runs in the process is what would run here ----------------------------------------------------------------------
 
 
 @settings(max_examples=25)
 @given(SCHEMAS, st.randoms(use_true_random=False))
 def test_a_process_gives_the_drafts_and_masks_of_the_library(pair, rng):
-    here = Direct("schema", schema_json(pair[0]))
+    here = Direct("schema", schema_json(pair[0]), STOP)
     there = compile_schema(pair[0], open_tokenizer(), vocab_size(), STOP).constraint()
     masks, given_before = [], []
     for _ in range(60):
         free = [rng.randrange(vocab_size()) for _ in range(rng.randint(0, 8))]
         if rng.random() < 0.7:  # some right ones
-            free = [best(here.masks(())[0], rng), *free]
+            free = [rng.choice(allowed_by(here.masks(())[0])), *free]
         seed = rng.random()
 
         def ask(walk_asked, seed=seed):
             def asked(row, mask):
                 walk_asked.append((row, mask.tobytes()))
-                return best(mask, random.Random(seed)) if len(walk_asked) == 1 else None
+                return random.Random(seed).choice(allowed_by(mask)) if len(walk_asked) == 1 else None
 
             return asked
 
@@ -142,7 +124,7 @@ def test_a_process_gives_the_drafts_and_masks_of_the_library(pair, rng):
         assert not given_before[0].flags.writeable
         for one, other in zip(given_before, masks, strict=True):
             np.testing.assert_array_equal(one, other)
-        taken = path[: rng.randint(0, len(path))] or [best(masks[0], rng)]
+        taken = path[: rng.randint(0, len(path))] or [rng.choice(allowed_by(masks[0]))]
         here.advance(taken)
         there.advance(taken)
         if taken[-1] in STOP:
@@ -166,7 +148,7 @@ def test_random_schemas_give_the_same_tokens_with_and_without_drafts(pair, right
         )
     assert found[0].tokens == found[1].tokens
     assert found[0].finish_reason == found[1].finish_reason
-    accepts = Direct("schema", schema_json(pair[0]))
+    accepts = Direct("schema", schema_json(pair[0]), STOP)
     accepts.advance(found[0].tokens)
 
 

@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
-from fakes import Stepped
-from grammar_support import compiled_here, tokenizer
+from grammar_support import Direct, allowed_by, tokenizer
 
-from edge_dflash.decode.grammar.walker import Walker
 from edge_dflash.decode.steering import InCalls
 from edge_dflash.errors import RequestError
-from tests.decode.test_thinking import END_ID, A, B, allowed
+from tests.decode.test_thinking import END_ID, A, B
 
 OPEN, SHUT, THINK, END_THINK = (
     tokenizer().control_id(name) for name in ("<tool_call>", "</tool_call>", "<think>", "</think>")
 )
 
 
-class Body(Stepped):
+def body():
     """Up to three times a, then the token that closes the call."""
-
-    def __init__(self):
-        super().__init__(Walker(compiled_here("grammar", "start: /a{0,3}/ </tool_call>", (END_ID,))))
-
-    def packed(self):
-        return np.frombuffer(self.inner.packed(), np.uint32)
+    return Direct("grammar", "start: /a{0,3}/ </tool_call>", (END_ID,))
 
 
 def made(thinking=False, thinks=(THINK, END_THINK)):
-    return InCalls(Body, OPEN, SHUT, thinks, thinking=thinking)
+    return InCalls(body, OPEN, SHUT, thinks, thinking=thinking)
 
 
 def best(row, mask):
-    return next(token for token in allowed(mask) if token in (A, SHUT, END_ID))
+    return next(token for token in allowed_by(mask) if token in (A, SHUT, END_ID))
 
 
 def test_it_is_free_outside_calls():
@@ -49,8 +41,8 @@ def test_a_call_is_held_from_its_opening_on():
     assert constraint.walk([OPEN, SHUT, OPEN, B], best) == [OPEN, SHUT]  # the rest comes with the next cycle
     free, opened, inner = constraint.masks([B, OPEN])
     assert (free, opened) == (None, None)
-    assert set(allowed(inner)) >= {A, SHUT}
-    assert B not in allowed(inner)
+    assert set(allowed_by(inner)) >= {A, SHUT}
+    assert B not in allowed_by(inner)
     constraint.advance([B, OPEN])
     assert constraint.walk([B], best) == [A]
     constraint.advance([A, SHUT, B])
@@ -80,8 +72,8 @@ def test_masks_along_drafts_are_those_of_single_steps():
             taken = []
             for row in range(rng.randint(1, len(masks))):  # as many of the drafts, and one token more, are committed
                 (alone,) = single.masks([])
-                assert allowed(alone) == allowed(masks[row])
-                right = row < len(drafts) and (alone is None or drafts[row] in allowed(alone))
+                assert allowed_by(alone) == allowed_by(masks[row])
+                right = row < len(drafts) and (alone is None or drafts[row] in allowed_by(alone))
                 taken.append(drafts[row] if right else B if alone is None else best(row, alone))
                 single.advance(taken[-1:])
                 if not right:

@@ -11,14 +11,13 @@ import re
 import uuid
 from urllib.parse import urlsplit
 
-import numpy as np
 import pytest
 from grammar_support import END, Walk, compiled_here, tokenizer
 
 from edge_dflash.decode.grammar.keywords import LARGEST
 from edge_dflash.decode.grammar.rewrite import rewrite
 from edge_dflash.decode.grammar.schema import schema_json
-from tests.decode.test_grammar import SPELLING, accepts, schema, text_of
+from tests.decode.test_grammar import SPELLING, accepts, schema, text_of, walk
 
 STOP = (tokenizer().control_id(END),)
 DIGITS = frozenset(i for i, text in enumerate(SPELLING) if text.isdigit())
@@ -27,18 +26,10 @@ ENDS = frozenset(i for i, text in enumerate(SPELLING) if text[:1] in (b"]", b"}"
 
 def drawn(constraint, seed, digits=0.0, longest=400):
     """A random answer; ``digits`` is how often a digit comes where one may. None when it does not end."""
-    rng, tokens = random.Random(seed), []
-    while len(tokens) < longest:
-        ids = [int(i) for i in np.flatnonzero(constraint.allowed())]
-        for favoured, share in ((DIGITS, digits), (ENDS, len(tokens) / longest)):
-            among = [i for i in ids if i in favoured]
-            ids = among if among and rng.random() < share else ids
-        token = rng.choice(ids)
-        assert constraint.push(token)
-        if token in STOP:
-            return text_of(tokens)
-        tokens.append(token)
-    return None
+    found = walk(
+        constraint, random.Random(seed), longest, lambda tokens: ((DIGITS, digits), (ENDS, len(tokens) / longest))
+    )
+    return None if found is None else text_of(found)
 
 
 def answers(source, count=20, digits=0.9):

@@ -2,14 +2,9 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
-from fakes import Stepped
-from grammar_support import END, compile_regex, open_tokenizer, tokenizer, vocab_size
+from grammar_support import END, Direct, allowed_by, compile_regex, open_tokenizer, tokenizer, vocab_size
 
-from edge_dflash.decode.grammar.library import Vocabulary
-from edge_dflash.decode.grammar.walker import Source, Walker, compiled
-from edge_dflash.decode.sampling import unpack
 from edge_dflash.decode.steering import AfterThinking
 from edge_dflash.errors import RequestError
 
@@ -18,18 +13,11 @@ LINES = tokenizer().encode("\n\n")
 A, B = tokenizer().encode("a")[0], tokenizer().encode("b")[0]
 
 
-class Direct(Stepped):
-    """The grammar in this process."""
-
-    def __init__(self, pattern):
-        vocabulary = Vocabulary(tokenizer().to_json(), tokenizer().size, (END_ID,))
-        super().__init__(Walker(compiled(Source("regex", pattern, False, vocab_size()), vocabulary)))
-
-    def packed(self):
-        return np.frombuffer(self.inner.packed(), np.uint32)
+def here(pattern):
+    return Direct("regex", pattern, (END_ID,))
 
 
-def after(pattern="ab", inner=Direct, **options):
+def after(pattern="ab", inner=here, **options):
     return AfterThinking(inner(pattern), (CLOSE,), vocab_size(), **options)
 
 
@@ -37,16 +25,12 @@ def process(pattern):
     return compile_regex(pattern, open_tokenizer(), vocab_size(), (END_ID,)).constraint()
 
 
-def allowed(mask):
-    return None if mask is None else [int(i) for i in np.flatnonzero(unpack(mask, vocab_size()))]
-
-
 def unasked(row, mask):
     raise AssertionError(f"asked at row {row}")
 
 
 def best(row, mask):
-    return allowed(mask)[0]
+    return allowed_by(mask)[0]
 
 
 def forced(constraint, count):
@@ -63,14 +47,14 @@ def test_everything_is_allowed_until_the_token_that_closes():
     assert not constraint.closed
     constraint.advance([CLOSE])
     assert constraint.closed
-    assert allowed(constraint.masks(())[0])[0] == forced(constraint, 1)[0]
+    assert allowed_by(constraint.masks(())[0])[0] == forced(constraint, 1)[0]
     assert constraint.walk([B, B, B], unasked) == [A, B, END_ID]
     constraint.advance([A, B, END_ID])
 
 
 def test_stop_tokens_can_be_kept_out_of_the_thinking():
     constraint = after(stop_token_ids=(END_ID,))
-    found = allowed(constraint.masks(())[0])
+    found = allowed_by(constraint.masks(())[0])
     assert len(found) == vocab_size() - 1
     assert END_ID not in found
     assert constraint.walk([B, END_ID, B], lambda row, mask: A) == [B, A, B]
@@ -85,7 +69,7 @@ def test_what_the_template_writes_between_is_forced():
     assert forced(constraint, 9)[: len(LINES)] == LINES
     assert len(forced(constraint, 9)) > len(LINES)
     for token in LINES:
-        assert allowed(constraint.masks(())[0]) == [token]
+        assert allowed_by(constraint.masks(())[0]) == [token]
         with pytest.raises(RequestError, match="does not take token"):
             constraint.advance([A])
         constraint.advance([token])
@@ -99,30 +83,30 @@ def after_close():
     return constraint
 
 
-@pytest.mark.parametrize("inner", [Direct, process])
+@pytest.mark.parametrize("inner", [here, process])
 @pytest.mark.parametrize("then", [(), LINES])
 def test_drafts_and_masks_cross_the_border(then, inner):
     path = [B, A, END_ID, CLOSE, *then, A, B, A, END_ID]
     stepped = after("(ab?)+", then=then)
     expected = []
     for token in (*path, None):
-        expected.append(allowed(stepped.masks(())[0]))
+        expected.append(allowed_by(stepped.masks(())[0]))
         if token is not None:
             stepped.advance([token])
-    walked, rng, here = after("(ab?)+", inner, then=then), random.Random(5), 0
-    while here < len(path):
-        ahead = path[here:]
+    walked, rng, at = after("(ab?)+", inner, then=then), random.Random(5), 0
+    while at < len(path):
+        ahead = path[at:]
         assert walked.walk(ahead, unasked) == ahead
-        assert [allowed(mask) for mask in walked.masks(ahead)] == expected[here:]
+        assert [allowed_by(mask) for mask in walked.masks(ahead)] == expected[at:]
         other = walked.walk([*ahead[:2], vocab_size() - 1], best)  # its masks are not looked at
         assert other[: len(ahead[:2])] == ahead[:2]
         steps = min(rng.randint(1, 4), len(ahead))
         walked.advance(ahead[:steps])
-        here += steps
-    assert [allowed(mask) for mask in walked.masks(())] == expected[-1:]
+        at += steps
+    assert [allowed_by(mask) for mask in walked.masks(())] == expected[-1:]
 
 
 @pytest.mark.parametrize(("close", "stop"), [((), ()), ((CLOSE,), (CLOSE, END_ID))])
 def test_a_span_that_cannot_be_closed_is_an_error(close, stop):
     with pytest.raises(ValueError, match="the thinking span ends at"):
-        AfterThinking(Direct("a"), close, vocab_size(), stop_token_ids=stop)
+        AfterThinking(here("a"), close, vocab_size(), stop_token_ids=stop)

@@ -7,7 +7,6 @@ import json
 import random
 import time
 
-import numpy as np
 import pytest
 from grammar_support import END, Walk, compiled_here, split_answer, tokenizer
 from json_schema import faults
@@ -19,7 +18,7 @@ from edge_dflash.text.chat import dialect_of
 from edge_dflash.text.template import ChatTemplate
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.text.tool_calls import JsonCalls, TaggedCalls
-from tests.decode.test_grammar import SPELLING, accepts
+from tests.decode.test_grammar import SPELLING, accepts, walk
 
 JSON_TEMPLATE = """\
 {%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
@@ -30,6 +29,7 @@ JSON_TEMPLATE = """\
 {%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"""
 STOP = (tokenizer().control_id(END),)
 CLOSE = "\n</parameter>"
+QUOTES = {i for i, text in enumerate(SPELLING) if text[:1] in (b'"', b"}", b"]")}
 
 
 def with_template(source):
@@ -81,21 +81,16 @@ def form(tools, dialect):
 
 def drawn(constraint, words, seed):
     """Tokens of a random call; texts are led to their end."""
-    rng, tokens = random.Random(seed), []
-    while len(tokens) < 3000:
-        ids = [int(i) for i in np.flatnonzero(constraint.allowed())]
+
+    def favoured(tokens):
         tail = b"".join(SPELLING[i] if i < len(SPELLING) else b"" for i in tokens[-20:])
         begun = next((n for n in range(len(CLOSE), 0, -1) if tail.endswith(CLOSE[:n].encode())), 0)
         rest = CLOSE[begun:].encode()
-        ending = [i for i in ids if i < len(SPELLING) and SPELLING[i] and rest.startswith(SPELLING[i])]
-        quotes = [i for i in ids if i < len(SPELLING) and SPELLING[i][:1] in (b'"', b"}", b"]")]
-        pool = ending if ending and rng.random() < 0.8 else quotes if quotes and rng.random() < 0.3 else ids
-        token = rng.choice(pool)
-        assert constraint.push(token)
-        if token in STOP:
-            return tokens
-        tokens.append(token)
-    raise AssertionError(f"it does not end: {words.decode(tokens)[:300]}")
+        return ({i for i, text in enumerate(SPELLING) if text and rest.startswith(text)}, 0.8), (QUOTES, 0.3)
+
+    found = walk(constraint, random.Random(seed), 3000, favoured)
+    assert found is not None, "it does not end"
+    return found
 
 
 def test_the_dialect_is_that_of_the_template():

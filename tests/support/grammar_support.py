@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 
 import numpy as np
+from fakes import Stepped
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
@@ -114,6 +115,25 @@ class Walk(Walker):
 
     def allowed(self):
         return unpack(np.frombuffer(self.packed(), np.uint32), vocab_size())
+
+
+class Direct(Stepped):
+    """A grammar in this process, as a constraint."""
+
+    def __init__(self, kind, text, stop):
+        super().__init__(Walker(compiled_here(kind, text, stop)))
+
+    @property
+    def ended(self):
+        return self.inner.ended
+
+    def packed(self):
+        return np.frombuffer(self.inner.packed(), np.uint32)
+
+
+def allowed_by(mask):
+    """Ids that a mask allows; None where every one is."""
+    return None if mask is None else [int(i) for i in np.flatnonzero(unpack(mask, vocab_size()))]
 
 
 def compact(document: object) -> str:
