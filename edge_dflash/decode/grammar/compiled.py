@@ -96,29 +96,16 @@ class GrammarConstraint:
 
     def walk(self, free: Sequence[int], ask: Ask) -> list[int]:
         """See Constraint."""
-        if not free or self._died:
-            return []
-        channel = self._open()
-        try:
-            return channel.walk(free, ask, self._patience)
-        except Died as death:
-            self._lose(channel, death)
-            return []
-        except BaseException:
-            self._channel = None  # it waits for what was asked
-            raise
+        if free and not self._died:
+            with self._asked() as channel:
+                return channel.walk(free, ask, self._patience)
+        return []
 
     def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
         """See Constraint."""
         while True:
-            channel = self._open()
-            try:
+            with self._asked() as channel:
                 return [*channel.masks(() if self._died else drafts, self._patience)]
-            except Died as death:
-                self._lose(channel, death)
-            except BaseException:
-                self._channel = None
-                raise
 
     def advance(self, tokens: Sequence[int]) -> None:
         """See Constraint."""
@@ -129,8 +116,24 @@ class GrammarConstraint:
             except Died:
                 self._channel = None  # as if it had died before
 
+    @contextmanager
+    def _asked(self) -> Iterator[Channel]:
+        """A channel after all tokens so far, for one thing that is asked of it; its first death is passed over."""
+        channel = self._open()
+        try:
+            yield channel
+        except Died as death:
+            self._channel = None
+            if self._died:
+                child, doing = channel.child, f"for the next token after {len(self._advanced)}"
+                why = child.why(death.signal or 0, "the grammar", child.bounds.step_seconds, doing)
+                raise RequestError(why) from None
+            self._died = True
+        except BaseException:
+            self._channel = None  # it waits for what was asked
+            raise
+
     def _open(self) -> Channel:
-        """A channel that stands after all tokens so far."""
         for _ in range(TRIES):
             if self._channel is not None:
                 return self._channel
@@ -142,14 +145,6 @@ class GrammarConstraint:
             except Died:  # before anything was asked of it
                 child.cause()
         raise RequestError("the grammar's processes end as soon as they begin; look for who ends them")
-
-    def _lose(self, channel: Channel, death: Died) -> None:
-        """The process died of what was asked of it."""
-        self._channel = None
-        if self._died:
-            child, doing = channel.child, f"for the next token after {len(self._advanced)}"
-            raise RequestError(child.why(death.signal or 0, "the grammar", child.bounds.step_seconds, doing))
-        self._died = True
 
 
 class Turns:
