@@ -175,10 +175,13 @@ def test_what_stands_under_keywords_that_are_left_out_takes_no_time():
     assert time.process_time() - began < 1
     for key in ("contentSchema", "propertyNames", "then", "x-shared", "unevaluatedItems"):
         deep = {}
-        for _ in range(400):
+        for _ in range(900):
             deep = {key: deep}
-        with pytest.raises(RequestError, match="nested deeper than 64 levels"):
-            plain(deep)
+        if key in ("then", "x-shared"):  # never looked at
+            assert plain(deep) == {}
+        else:
+            with pytest.raises(RequestError, match="nested deeper than 64 levels"):
+                plain(deep)
 
 
 # references -----------------------------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ from edge_dflash.errors import RequestError, short
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64  # levels of nesting
-MAX_NESTING = 160  # levels of its JSON: two for most levels of a schema
 MAX_LEVELS = 512  # levels of the schema and of all definitions that it refers to, one below the other
 MOST_BYTES = 64 * 1024  # that a plain form is longer than its schema: of listed names, and of what is written twice
 _PER_NAME = 32  # bytes of what is written beside a listed name
@@ -98,17 +97,10 @@ def plain(root: dict[str, Any]) -> dict[str, Any]:
     Raises RequestError when a keyword would not be enforced, or the schema is too deep, has no finite document, or is
     much longer in plain form.
     """
-    level: list[Any] = [root]  # also of what stands under keywords that are left out
-    for _ in range(MAX_NESTING):
-        level = [
-            child
-            for node in level
-            if isinstance(node, dict | list)
-            for child in (node.values() if isinstance(node, dict) else node)
-        ]
-    if level:
-        raise RequestError(f"the schema is nested deeper than {MAX_DEPTH} levels; make it flatter")
-    return _Reader(root).plain()
+    try:
+        return _Reader(root).plain()
+    except RecursionError:  # under keywords that are left out
+        raise RequestError(f"the schema is nested deeper than {MAX_DEPTH} levels; make it flatter") from None
 
 
 def inner(node: dict[str, Any], but: tuple[str, ...] = DEFINITIONS) -> Iterator[tuple[str, Any]]:

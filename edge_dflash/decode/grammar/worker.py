@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_dflash.common.processes import limit_memory, limited_time, obey_timers
-from edge_dflash.decode.grammar.library import Vocabulary
+from edge_dflash.decode.grammar.library import Vocabulary, in_our_words
 from edge_dflash.decode.grammar.walker import Compiled, Source, Walker, compiled, masks, walk
 from edge_dflash.errors import RequestError, one_line
 
@@ -216,8 +216,7 @@ class _Grammar:
             except MemoryError:
                 os.abort()  # as the library does
             except BaseException as error:  # a panic of the library is no Exception
-                kind = self._source.kind
-                found.append(RequestError(f"the {kind} cannot be used ({one_line(error)}); change it"))
+                found.append(RequestError(f"the {self._source.kind} cannot be used: {in_our_words('', str(error))}"))
 
         with limited_time(self.bounds.compile_seconds):
             threading.stack_size(_STACK_BYTES)
