@@ -1,9 +1,7 @@
-"""A service under load: clients that ask one after another, for some minutes; and one that is killed again and again.
+"""A service under load: clients that ask one after another, for some minutes.
 
 ``python tests/scripts/load_service.py BUNDLE --minutes 5 --clients 4`` prints requests, failures, times to the first
-token and the growth of memory after the first tenth. ``--kill 50`` kills the service in the middle of requests that
-often, starts it again, and checks that sessions saved before load and that no half file is left. Each
-prints a line of JSON.
+token and the growth of memory after the first tenth, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
 import statistics
 import sys
 import tempfile
@@ -139,86 +136,14 @@ def load(bundle: Path, minutes: float, clients: int) -> dict:
     }  # fmt: skip
 
 
-def kill(bundle: Path, times: int) -> dict:
-    """Kill the service ``times`` times while it answers and saves."""
-    draw, half, loaded, torn = random.Random(0), 0, 0, 0
-    asked: list[int] = []
-    with tempfile.TemporaryDirectory() as directory:
-        process = Process(bundle, Path(directory), settings='[sessions]\nsave = "never"\n').start()
-        turn(process, "kept")
-        with process.client() as client:
-            assert client.post(f"{SESSIONS}/kept/save", json={}).status_code == 200
-        kept = (process.state / "sessions" / "kept.session").read_bytes()
-        for _ in range(times):
-            busy = Busy(process)
-            busy.start()
-            time.sleep(draw.uniform(0.1, 0.8))
-            process.stop(signal.SIGKILL)
-            busy.join()
-            asked.append(busy.turns)
-            files = {path.name: path for path in (process.state / "sessions").iterdir()}
-            torn += sum(name.endswith(".partial") for name in files)  # it has no session's name: the next save takes it
-            assert files["kept.session"].read_bytes() == kept
-            process.start()
-            with process.client() as client:
-                names = [entry["id"] for entry in client.get(SESSIONS).json()["data"]]
-                assert "kept" in names
-                for name in names:
-                    target = f"again-{draw.randrange(10**9)}"
-                    answer = client.post(f"{SESSIONS}/{name}/fork", json={"to": target})
-                    half += answer.status_code != 200
-                    client.delete(f"{SESSIONS}/{target}")
-            loaded += turn(process, "kept")["edge_dflash"]["reused_tokens"] > 0
-        assert process.stop() == 0
-    return {
-        "kills": times,
-        "turns_before_kills": sum(asked),
-        "half_files": half,
-        "left_partials": torn,
-        "saved_session_loaded": loaded,
-    }
-
-
-def turn(process: Process, name: str) -> dict:
-    """One turn of a session."""
-    with process.client() as client:
-        request = {"messages": [{"role": "user", "content": "Close the fridge."}], "max_tokens": 16}
-        reply = client.post(CHAT, json={**request, "edge_dflash": {"session": name}})
-        assert reply.status_code == 200, reply.text
-        return reply.json()
-
-
-class Busy(threading.Thread):
-    """Asks and saves until the service dies."""
-
-    def __init__(self, process: Process) -> None:
-        super().__init__()
-        self.process = process
-        self.turns = 0
-
-    def run(self) -> None:
-        try:
-            while True:
-                name = f"busy-{self.turns % 3}"
-                turn(self.process, name)
-                self.turns += 1
-                with self.process.client() as client:
-                    client.post(f"{SESSIONS}/{name}/save", json={})
-                    if self.turns % 12 < 3:  # before its context is full
-                        client.delete(f"{SESSIONS}/{name}")
-        except (httpx2.HTTPError, OSError):
-            return
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--kill", type=int, default=0)
     given = parser.parse_args()
     bundle = given.bundle.resolve()
-    print(json.dumps(kill(bundle, given.kill) if given.kill else load(bundle, given.minutes, given.clients)))
+    print(json.dumps(load(bundle, given.minutes, given.clients)))
 
 
 if __name__ == "__main__":

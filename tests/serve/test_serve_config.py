@@ -27,29 +27,25 @@ def test_the_documented_file_is_the_defaults():
         ("bundle = 'x'", "'bundle' is no section"),
         ("[service]\nrecord = 1", "service.record is 1; give true or false"),
         ("[service]\nrecord_mib = 0", "service.record_mib is 0; give a whole number of at least 1"),
-        ("[engine]\nqueue = 'many'", "engine.queue is 'many'; give a whole number"),
         ("[engine]\nqueue = true", "engine.queue is True; give a whole number of at least 1"),
         ("[engine]\nqueue = 0", "engine.queue is 0; give a whole number of at least 1"),
         ("[engine]\nlanes = 9", "engine.lanes is 9; give a whole number from 1 to 8, or 0"),
         ("[engine]\ndrafts = -2", "engine.drafts is -2; give a whole number of at least 0, or -1"),
         ('[service]\nmodel = "a\\u0000"', "service.model is 'a"),
+        ("[engine]\nprompt_share = 0.0", "engine.prompt_share is 0.0; give a number from 0.01 to 1"),
         ("[engine]\nlanes = false", "engine.lanes is False"),
         ("[limits]\nnew_tokens = -1", "limits.new_tokens is -1"),
         ("[timeouts]\nbody = 0", "timeouts.body is 0; give seconds above 0"),
         ("[timeouts]\nbody = nan", "timeouts.body is nan"),
-        ("[timeouts]\nbody = inf", "timeouts.body is inf"),
         (f"[timeouts]\nbody = {10**400}", "timeouts.body is 1000"),
         ("[defaults]\ndraft_confidence = 1.5", "defaults.draft_confidence is 1.5; give a number from 0 to 1"),
-        ("[defaults]\ndraft_confidence = -0.1", "defaults.draft_confidence is -0.1; give a number from 0 to 1"),
         ("[sessions]\nsave = 'often'", "sessions.save is 'often'; give one of turn, shutdown, never"),
         ("[service]\nself_test = 'maybe'", "service.self_test is 'maybe'"),
         ("[service]\nsocket_mode = '0666'", "give 0600 or 0660"),
-        ("[service]\nsocket_mode = 'rw'", "give 0600 or 0660"),
         ("[service]\nsocket = ''", "both"),
         ("[service]\ntcp = '8080'", "HOST:PORT"),
         ("[service]\ntcp = '127.0.0.1:99999'", "HOST:PORT"),
         ("[service]\ntcp = '0.0.0.0:8080'", "no api_key_file"),
-        ("[service]\ntcp = 'robot.example:8080'", "no api_key_file"),
         ("[service", "is not TOML"),
     ],
 )
@@ -68,7 +64,8 @@ def test_the_engine_has_the_planners_own_settings():
     assert from_table({"engine": {"lanes": 2, "drafts": -1}}).engine == OpenSettings(lanes=2)
 
 
-def test_unreadable_files_are_named(tmp_path):
+def test_unreadable_files_are_named_and_the_model_after_its_bundle(tmp_path):
+    assert from_table({"service": {"bundle": str(tmp_path / "thor")}}).model == "thor"
     with pytest.raises(ConfigError, match="cannot read"):
         load_config(tmp_path / "none.toml")
     (tmp_path / "latin.toml").write_bytes(b"[service]\nmodel = '\xff'")
@@ -91,12 +88,9 @@ def test_a_key_that_cannot_be_used_is_named(tmp_path):
         ("schlüssel-für-alle".encode(), 0o600, "is not ASCII; write a new one"),
         (b"0123456789abcdef\n", 0o604, "everybody can read the API key .*; chmod o-rwx it"),
         (b"0123456789abcde\n", 0o600, "has 15 characters; give at least 16, without blanks"),
-        (b"0123456789 abcdef\n", 0o600, "has 6 characters; give at least 16, without blanks"),
-        (b"a b 0123456789abcdef\n", 0o600, "line 1: give one key alone, or lines of NAME KEY"),
         (b"0123456789abcdef\narm 0123456789abcdeg\n", 0o600, "line 1: give one key alone, or lines of NAME KEY"),
         (b"../x 0123456789abcdef\n", 0o600, "line 1: give one key alone, or lines of NAME KEY"),
         (b"arm 0123456789abcdef\nleg 0123456789abcdef\n", 0o600, "line 2: the key is there twice"),
-        (b"\n", 0o600, "has 0 characters; give at least 16"),
     ):
         file.write_bytes(data)
         file.chmod(mode)
@@ -145,8 +139,3 @@ def test_a_socket_of_systemd_that_others_reach_needs_a_key():
         listening(ServeConfig(), [one]),
     ):
         pass
-
-
-def test_the_model_is_named_after_its_bundle(tmp_path):
-    assert from_table({"service": {"bundle": str(tmp_path / "thor")}}).model == "thor"
-    assert from_table({"service": {"model": "planner"}}).model == "planner"

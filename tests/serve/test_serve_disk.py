@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from service_support import Process, client_of, fake_service, live
+from service_support import client_of, fake_service, live
 
 from edge_dflash.decode import saved
 from edge_dflash.errors import ServiceError, StorageError
@@ -152,20 +152,6 @@ def test_a_reload_ends_with_ready_whatever_a_save_raises(service, monkeypatch):
     assert recorder.said == ["RELOADING", "READY"]
 
 
-def test_python_is_told_what_the_disk_says(tmp_path, monkeypatch):
-    service = fake_service(tmp_path)
-    session = service.planner.session()
-    session.plan("go", max_new_tokens=2)
-    with monkeypatch.context() as broken:
-        failing(broken, (os, "fsync"), errno.ENOSPC)
-        with pytest.raises(StorageError, match="No space left on device; make room on the disk") as full:
-            session.save(tmp_path / "s")
-    assert full.value.full
-    assert session.plan("go", max_new_tokens=2).tokens
-    assert session.save(tmp_path / "s") > 0
-    service.close()
-
-
 def test_a_client_is_told_what_the_disk_says(tmp_path, monkeypatch):
     service = fake_service(tmp_path)
     with live(service, tmp_path) as url, Planner.connect(url) as remote:
@@ -214,21 +200,6 @@ def test_a_holder_that_was_killed_leaves_no_lock(tmp_path):
     with held(tmp_path):
         assert int((tmp_path / LOCK).read_text()) == os.getpid()
     assert not (tmp_path / LOCK).exists()
-
-
-def test_the_second_server_of_a_state_directory_is_refused_and_a_killed_one_makes_way(demo_bundle, tmp_path):
-    first = Process(demo_bundle, tmp_path, settings='self_test = "off"\n').start()
-    pid = first.process.pid
-    command = [sys.executable, "-m", "edge_dflash", "serve", str(demo_bundle), "--socket", str(tmp_path / "two.sock")]
-    command += ["--state-dir", str(first.state)]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert second.returncode == ServiceError.exit_code
-    assert f"another server, process {pid}, has the state directory {first.state}; stop it" in second.stderr
-    assert not (tmp_path / "two.sock").exists()
-    assert first.stop(signal.SIGKILL) == -signal.SIGKILL
-    assert (first.state / LOCK).exists()
-    with held(first.state):
-        pass
 
 
 def test_a_lock_file_that_is_removed_lets_no_second_server_in(tmp_path):

@@ -14,7 +14,6 @@ from service_support import client_of, config_for
 from edge_dflash.board.state import BoardState
 from edge_dflash.errors import ConfigError
 from edge_dflash.planner import Planner
-from edge_dflash.serve.config import from_table
 from edge_dflash.serve.limits import own
 from edge_dflash.serve.metrics import ACCOUNTS, OTHERS, RATE_SECONDS, Metrics, Rate
 from edge_dflash.serve.service import Service
@@ -111,20 +110,6 @@ def test_tokens_a_second_are_those_of_the_last_seconds():
     assert rate.of_last_seconds() == 10 / RATE_SECONDS
     now[0] += RATE_SECONDS
     assert rate.of_last_seconds() == 0.0
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("lanes", 9, "engine.lanes is 9; give a whole number from 1 to 8, or 0"),
-        ("lanes", -1, "engine.lanes is -1; give a whole number from 1 to 8, or 0"),
-        ("prompt_share", 0.0, "engine.prompt_share is 0.0; give a number from 0.01 to 1"),
-        ("prompt_share", 1.5, "engine.prompt_share is 1.5; give a number from 0.01 to 1"),
-    ],
-)
-def test_settings_of_lanes_have_ranges(key, value, said):
-    with pytest.raises(ConfigError, match=said):
-        from_table({"engine": {key: value}})
 
 
 def test_a_service_opens_its_bundle_with_its_lanes(tmp_path, monkeypatch):

@@ -14,10 +14,8 @@ from fakes import FakeBackend
 from planner_support import Gate
 from service_support import TEXT_SHAPE, Process, services
 
-from edge_dflash import Planner
 from edge_dflash import session as session_module
 from edge_dflash.serve.limits import own
-from edge_dflash.serve.state_dir import SessionFiles
 
 CHAT = "/v1/chat/completions"
 SESSIONS = "/v1/edge_dflash/sessions"
@@ -136,30 +134,6 @@ def test_a_turn_of_a_name_that_is_being_written_goes_on_from_what_is_written(sta
     turning.join()
     monkeypatch.undo()
     assert said(client, "b") == ["one", "two", "and?"]
-
-
-def test_a_delete_waits_for_a_save_and_leaves_no_file(start, tmp_path, monkeypatch):
-    _, client = start()
-    turn(client, "a", "one")
-    writing, going = threading.Event(), threading.Event()
-    real = SessionFiles.make_room
-
-    def slowly(self, name):
-        writing.set()
-        assert going.wait(10)
-        real(self, name)
-
-    monkeypatch.setattr(SessionFiles, "make_room", slowly)
-    saving = threading.Thread(target=save, args=(client, "a"))
-    saving.start()
-    assert writing.wait(10)
-    deleting = threading.Thread(target=client.delete, args=(f"{SESSIONS}/a",))
-    deleting.start()
-    time.sleep(0.1)
-    going.set()
-    saving.join()
-    deleting.join()
-    assert list((tmp_path / "state").rglob("*.session")) == []
 
 
 class SlowDisk:
@@ -331,14 +305,6 @@ def test_a_kill_in_the_middle_of_saves_loses_nothing_that_was_acknowledged(demo_
         process.stop()
 
 
-def test_python_writes_a_file_of_its_own_again(tmp_path):
-    with Planner(FakeBackend(TEXT_SHAPE), None, []) as planner, planner.session() as session:
-        session.plan((3, 1, 4), max_new_tokens=2)
-        first = session.save(tmp_path / "x")
-        session.plan((3, 1, 4), max_new_tokens=2)
-        assert session.save(tmp_path / "x") > first
-
-
 def test_a_busy_session_is_not_saved_under_another_name(start):
     backend = Gate(FakeBackend(TEXT_SHAPE))
     _, client = start(backend)
@@ -359,11 +325,3 @@ def test_a_delete_removes_what_a_kill_left_of_a_save(start, tmp_path):
     left.write_bytes(b"half of what was said")
     assert client.delete(f"{SESSIONS}/a").is_success
     assert not left.exists()
-
-
-def test_the_document_says_when_a_name_is_refused(start):
-    _, client = start()
-    paths = client.get("/openapi.json").json()["paths"]
-    for call in ("save", "fork"):
-        said = paths[f"{SESSIONS}/{{name}}/{call}"]["post"]["responses"]["409"]["description"]
-        assert "the name that was given is another session's" in said

@@ -87,16 +87,6 @@ def test_saved_sessions_keep_their_owner_over_a_restart(service, tmp_path):
     again.close()
 
 
-def test_what_versions_without_owners_saved_belongs_to_the_services_own_user(service, tmp_path):
-    session = service.planner.session()
-    session.plan("go", max_new_tokens=2)
-    (tmp_path / "state" / "sessions").mkdir(parents=True)
-    session.save(tmp_path / "state" / "sessions" / "old.session")
-    assert user(service, "uid-1001").get(f"{SESSIONS}/old").status_code == 404
-    for client in (user(service, own()), client_of(service)):
-        assert [entry["id"] for entry in client.get(SESSIONS).json()["data"]] == ["old"]
-
-
 def test_limits_are_those_of_one_owner(tmp_path):
     service = fake_service(tmp_path, limits={"sessions": 1, "saved_sessions": 1}, sessions={"save": "never"})
     for account in ("uid-1001", "uid-1002"):

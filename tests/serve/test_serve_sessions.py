@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from fakes import FakeBackend
 from planner_support import Gate
@@ -75,18 +77,6 @@ def test_an_answer_whose_session_cannot_be_saved_is_given_and_says_so(start, tmp
     assert files(tmp_path) == []
 
 
-def test_a_state_directory_that_cannot_be_made_is_named(start, tmp_path):
-    service, client = start()
-    assert turn(client, "hall").is_success
-    (tmp_path / "state").write_text("")
-    refused = client.post(f"{SESSIONS}/hall/save", json={})
-    assert refused.status_code == 503
-    assert refused.json()["error"]["code"] == "storage_failed"
-    assert f"cannot make the state directory {tmp_path / 'state'}" in refused.json()["error"]["message"]
-    (problem,) = service.sessions.save_all()
-    assert problem.startswith("session hall: cannot make the state directory ")
-
-
 def test_nothing_is_written_where_nothing_may_be(start, tmp_path):
     service, client = start(sessions={"save": "never"}, limits={"sessions": 2})
     for name in ("a", "b"):
@@ -133,8 +123,6 @@ def test_forks_go_their_own_way(start):
 
 
 def test_a_session_in_use_is_refused_a_second_turn(start):
-    import threading
-
     backend = Gate(FakeBackend(TEXT_SHAPE))
     _, client = start(backend)
     with client:

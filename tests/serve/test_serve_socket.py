@@ -18,6 +18,7 @@ from service_support import Process
 from edge_dflash.errors import ServiceError
 from edge_dflash.serve.config import from_table
 from edge_dflash.serve.server import listening
+from edge_dflash.serve.state_dir import held
 
 CHAT = "/v1/chat/completions"
 TASK = [{"role": "user", "content": "Bring the red mug to the kitchen table."}]
@@ -205,6 +206,9 @@ def vanish(process, stream):
 def test_a_second_service_is_refused_and_a_dead_ones_socket_is_taken_over(process, tmp_path):
     config = from_table({"service": {"bundle": "x", "socket": str(process.socket)}})
     with pytest.raises(ServiceError, match="another service listens"), listening(config, ()):
+        pass
+    pid = process.process.pid
+    with pytest.raises(ServiceError, match=f"another server, process {pid}, has"), held(process.state):
         pass
     path = tmp_path / "dead.sock"
     with socket.socket(socket.AF_UNIX) as dead:

@@ -251,46 +251,13 @@ def measure(service: Served, pieces: list[bytes], times: int = 2) -> dict[str, o
     return beside(service, lambda: [send(service, pieces) for _ in range(times)])
 
 
-def crowd(service: Served, known: dict[str, list[bytes]], clients: int = 32) -> dict[str, object]:
-    """Latencies beside many connections that send all kinds at once."""
-    wanted = [pieces for name, pieces in known.items() if name not in ("nothing", "tiny segments")]
-
-    def act() -> list[str]:
-        said: list[str] = []
-        threads = [
-            threading.Thread(target=lambda n=n: said.append(send(service, wanted[n % len(wanted)])))
-            for n in range(clients)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return said
-
-    return beside(service, act)
-
-
-def small(service: Served, times: int = 300) -> list[float]:
-    """Seconds of small chats, one after another on connections of their own."""
-    request = chat(max_tokens=4)
-    seconds = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        assert send(service, [request]) == "200"
-        seconds.append(time.perf_counter() - begin)
-    return spread(seconds)
-
-
 def main() -> None:
     """Measure and tell."""
     known, found = kinds(), {}
     with served() as service:
-        found["small chat"] = small(service)
-        print("small chat, ms:", found["small chat"])
         print(f"{'':18}{'status':>12}{'s':>8}   loop ms: p50, p99, max     /health ms: p50, p99, max")
-        for name in [*known, "32 connections"]:
-            one = measure(service, known[name]) if name in known else crowd(service, known)
-            found[name] = one
+        for name, pieces in known.items():
+            one = found[name] = measure(service, pieces)
             print(f"{name:18}{one['status']:>12}{one['seconds']:>8}   {one['loop']!s:27}{one['health']}", flush=True)
     print(json.dumps(found))
 
