@@ -1,26 +1,19 @@
-"""A connection to a service: one loop on its thread, requests as tickets that any thread waits for."""
+"""A connection to a service: one loop on its thread, requests whose answers any thread waits for."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from edge_dflash.client.api import Served, ask
-from edge_dflash.client.reading import Reading, chunk_of, error_of
-from edge_dflash.decode.accept import FinishReason
+from edge_dflash.client.answer import Answer, error_of, json_of, open_of, unreadable
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import EdgeDflashError, RequestError, ServiceError
-from edge_dflash.result import Increment, Plan
-from edge_dflash.runner.stream import Ticket
-from edge_dflash.text.prompt import Task
+from edge_dflash.result import Plan
 
 T = TypeVar("T")
 _CONNECT_SECONDS = 10.0
@@ -50,110 +43,6 @@ def parse_url(url: str) -> tuple[str | None, str]:
     if parts.scheme in ("http", "https") and parts.netloc and usable:
         return None, parts.geturl().rstrip("/").removesuffix("/v1")
     raise wrong
-
-
-class Asking:
-    """One request on its way: what a stream asks of it (``ticket``, ``cancelled``, ``reader``)."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, reading: Reading, ended: Callable[[Plan], None]) -> None:
-        self.reading = reading
-        self.admitted: Future[None] = Future()
-        self.ticket: Ticket[Increment] = Ticket(cancel=self._cancel)
-        self.task: asyncio.Task[None] | None = None
-        self.together: Sequence[Asking] = (self,)  # what the same request asks for
-        self.reason: FinishReason | None = None  # why it was cut
-        self._loop = loop
-        self._ended = ended
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether it was cut; setting it cuts it."""
-        return self.reason is not None
-
-    @cancelled.setter
-    def cancelled(self, wanted: bool) -> None:
-        if wanted:
-            self._cancel()
-
-    def reader(self) -> Callable[[Increment], Increment]:
-        """The server made the increments."""
-        return lambda increment: increment
-
-    def cut(self, reason: FinishReason) -> None:
-        """Stop reading; what came is the plan. Called on the loop."""
-        if self.reason is None and not self.ticket.done:
-            self.reason = reason
-            if any(one.reason is None for one in _open_of(self.together)):
-                self.give_up()  # the request goes on without it
-            elif self.task is not None:
-                self.task.cancel()
-
-    def _cancel(self) -> None:
-        if not self.ticket.done:
-            with suppress(RuntimeError):  # the loop is closed, and so is the request
-                self._loop.call_soon_threadsafe(self.cut, "cancelled")
-
-    def admit(self) -> None:
-        """The server took it."""
-        self.ticket.start()
-        self.admitted.set_result(None)
-
-    def settle(self, plan: Plan) -> None:
-        """It has ended."""
-        self._ended(plan)
-        self.ticket.succeed(plan)
-        if not self.admitted.done():
-            self.admitted.set_result(None)
-
-    def give_up(self) -> None:
-        """It was cut: what came is the plan."""
-        try:
-            plan = self.reading.plan(self.reason or "cancelled")
-        except Exception as error:
-            self.fail(_unreadable(error))
-        else:
-            self.settle(plan)
-
-    def fail(self, error: EdgeDflashError) -> None:
-        """It ended with an error: at the call if the server did not take it, else at the stream."""
-        try:
-            plan = self.reading.plan("cancelled")
-        except Exception:  # what came is what cannot be read
-            plan = Reading(self.reading.options, self.reading.began).plan("cancelled")
-        self._ended(plan)
-        self.ticket.fail(error)
-        if not self.admitted.done():
-            self.admitted.set_exception(error)
-
-
-def _unreadable(error: Exception) -> ServiceError:
-    """The error of an answer that no service writes."""
-    return ServiceError(f"the server's answer cannot be read ({type(error).__name__}: {error})")
-
-
-def _open_of(askings: Sequence[Asking]) -> list[Asking]:
-    """Those that have not ended."""
-    return [one for one in askings if not one.ticket.done]
-
-
-def _fail(askings: Sequence[Asking], error: EdgeDflashError) -> None:
-    """End all of them with an error, each with another error object."""
-    for index, one in enumerate(_open_of(askings)):
-        one.fail(error if index == 0 else copy.copy(error))
-
-
-def _take(askings: Sequence[Asking], line: bytes) -> bool:
-    """Take a line of an event stream; returns whether it is the last one."""
-    if not line.startswith(b"data:"):
-        return False
-    data = line.removeprefix(b"data:").strip()
-    if data == b"[DONE]":
-        return True
-    chunk = chunk_of(data.decode("utf-8", "replace"))
-    for one in _open_of(askings):
-        if (increment := one.reading.add(chunk)) is not None:
-            one.ticket.add(increment)
-    return False
 
 
 class Connection:
@@ -222,7 +111,7 @@ class Connection:
             response = await self._client.request(method, path, json=body)
         except self._errors as error:
             raise self._lost(error) from None
-        value = _json(response.content)
+        value = json_of(response.content)
         if not response.is_success:
             raise error_of(response.status_code, value)
         if not isinstance(value, dict):
@@ -237,80 +126,82 @@ class Connection:
 
     def ask(
         self,
-        served: Served,
-        task: Task,
+        path: str,
+        body: dict[str, Any],
         options: Options,
         began: float,
         *,
-        session: str | None = None,
         ended: Callable[[Plan], None] = lambda plan: None,
         count: int = 1,
-    ) -> tuple[Asking, ...]:
+    ) -> tuple[Answer, ...]:
         """Send a request of ``began`` (time.perf_counter()); returns when the server took it. ``ended`` gets the plan.
 
-        ``session``: its name there. Raises what refuses the request.
+        Raises what refuses the request.
         """
-        path, body = ask(served, task, options, session=session, count=count)
         self._check_open()
         deadline = None
         if options.deadline is not None:
             body["edge_dflash"]["deadline_s"] = max(0.0, began + options.deadline - time.perf_counter())
             deadline = began + options.deadline + GRACE
-        readings = (Reading(options, began, index) for index in range(count))
-        askings = tuple(Asking(self._loop, reading, ended) for reading in readings)
-        future = asyncio.run_coroutine_threadsafe(self._ask(askings, path, body, deadline), self._loop)
+        answers = tuple(Answer(self._loop, options, began, index, ended) for index in range(count))
+        future = asyncio.run_coroutine_threadsafe(self._ask(answers, path, body, deadline), self._loop)
         try:
-            for asking in askings:
-                asking.admitted.result()
+            for answer in answers:
+                answer.admitted.result()
         except BaseException:
-            for asking in askings:
-                asking.cancelled = True
+            for answer in answers:
+                answer.cancelled = True
             future.cancel()
             raise
-        return askings
+        return answers
 
-    async def _ask(self, askings: Sequence[Asking], path: str, body: dict[str, Any], deadline: float | None) -> None:
+    async def _ask(self, answers: Sequence[Answer], path: str, body: dict[str, Any], deadline: float | None) -> None:
         timers = []
-        for asking in askings:
-            asking.task, asking.together = asyncio.current_task(), askings
+        for answer in answers:
+            answer.task, answer.together = asyncio.current_task(), answers
             if deadline is not None:
                 left = max(0.0, deadline - time.perf_counter())
-                timers.append(self._loop.call_later(left, asking.cut, "deadline"))
+                timers.append(self._loop.call_later(left, answer.cut, "deadline"))
+        failure: EdgeDflashError | None = None
         try:
-            if any(asking.reason is None for asking in askings):
-                await self._read(askings, path, body)
-            elif (task := asyncio.current_task()) is not None:
-                task.cancel()
-                await asyncio.sleep(0)
-            for asking in _open_of(askings):
-                if not asking.reading.finished:
-                    raise ServiceError("the connection ended before the answer did; ask again")
-                asking.settle(asking.reading.plan())
+            if all(answer.cancelled for answer in answers):
+                raise asyncio.CancelledError
+            await self._read(answers, path, body)
+            for answer in open_of(answers):
+                answer.settle()
         except asyncio.CancelledError:
-            for asking in _open_of(askings):
-                asking.give_up()
+            for answer in open_of(answers):
+                answer.give_up()
         except EdgeDflashError as error:
-            _fail(askings, error)
+            failure = error
         except self._errors as error:
-            _fail(askings, self._lost(error))
+            failure = self._lost(error)
         except Exception as error:
-            _fail(askings, _unreadable(error))
+            failure = unreadable(error)
         finally:
             for timer in timers:
                 timer.cancel()
+        if failure is not None:
+            for answer in open_of(answers):
+                answer.fail(copy.copy(failure))  # each with an error object of its own
 
-    async def _read(self, askings: Sequence[Asking], path: str, body: dict[str, Any]) -> None:
+    async def _read(self, answers: Sequence[Answer], path: str, body: dict[str, Any]) -> None:
         async with self._client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
-                raise error_of(response.status_code, _json(await response.aread()))
-            for asking in _open_of(askings):
-                asking.admit()
+                raise error_of(response.status_code, json_of(await response.aread()))
+            for answer in open_of(answers):
+                answer.admit()
             rest = b""
             async for piece in response.aiter_bytes():
                 *lines, rest = (rest + piece).split(b"\n")  # and nowhere else: an answer may hold U+2028
-                for line in lines:
-                    if _take(askings, line):
+                for data in (line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")):
+                    if data == b"[DONE]":
                         return
+                    if not isinstance(chunk := json_of(data), Mapping):
+                        text = data.decode("utf-8", "replace")
+                        raise ServiceError(f"the server sent {text[:60]!r}, which is no chunk of an answer")
+                    for answer in open_of(answers):
+                        answer.take(chunk)
 
     def _lost(self, error: Exception) -> ServiceError:
         what = " ".join(str(error).split()) or type(error).__name__
@@ -319,10 +210,3 @@ class Connection:
     def _check_open(self) -> None:
         if self._closed:
             raise RequestError("the planner is closed and takes no more requests; connect again")
-
-
-def _json(data: bytes) -> object:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        return None

@@ -5,29 +5,35 @@ Deadlines and sessions are kept there. Programs for other servers use the packag
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from edge_dflash.client.api import pick, with_urls
-from edge_dflash.client.connection import Asking, Connection
+from edge_dflash.client.answer import Answer
+from edge_dflash.client.connection import Connection
 from edge_dflash.common import rules
 from edge_dflash.common.rules import PATH, TEXT
-from edge_dflash.decode.options import Options
+from edge_dflash.decode.grammar.schema import schema_text
+from edge_dflash.decode.options import DECLARED, Options
 from edge_dflash.decode.shape import PairShape
-from edge_dflash.errors import EdgeDflashError, RequestError
+from edge_dflash.errors import EdgeDflashError, RequestError, ServiceError
+from edge_dflash.pictures.decode import data_url
 from edge_dflash.result import Plan
 from edge_dflash.runner.astream import Unwanted
 from edge_dflash.runner.planning import Conversing, Planning, never
 from edge_dflash.runner.stream import PlanStream
+from edge_dflash.text.images import changed
 from edge_dflash.text.prompt import Task, as_messages, token_ids
 from edge_dflash.text.template import Message
 
+OWNER = "edge-dflash"  # of the models that a service of this package lists
 _ARGUMENTS = {
     "url": TEXT.saying("unix:/PATH, or http:// or https:// and the server's address"),
     "model": TEXT.saying("the name of a model of the server").or_none(),
@@ -36,6 +42,83 @@ _ARGUMENTS = {
     "system": TEXT.saying("the text of a system prompt").or_none(),
     "path": PATH.saying("the name under which the session was saved"),
 }
+
+
+_EXTRAS = tuple(name for name, place in DECLARED.items() if place.http)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A bundle that a service serves."""
+
+    model: str  # its name there
+    card: Mapping[str, Any]  # what the service says of it
+
+
+def pick(listing: object, model: str | None, url: str) -> Served:
+    """The model of a service's ``/v1/models``.
+
+    Raises ServiceError when it lists none of that name, is another server, or has not loaded its bundle yet.
+    """
+    data = listing.get("data") if isinstance(listing, Mapping) else None
+    cards = [card for card in data or () if isinstance(card, Mapping) and isinstance(card.get("id"), str)]
+    if not any(card.get("owned_by") == OWNER for card in cards):
+        raise ServiceError(f"{url} is no service of edge-dflash; other OpenAI APIs are reached with the package openai")
+    card = next((card for card in cards if model in (None, card["id"])), None)
+    if card is None:
+        raise ServiceError(f"{url} has no model {model!r}; it has {', '.join(card['id'] for card in cards[:8])}")
+    if not isinstance(details := card.get("edge_dflash"), Mapping):
+        raise ServiceError(f"the service at {url} has not loaded its bundle; connect again when /ready answers 200")
+    return Served(card["id"], details)
+
+
+def ask(
+    served: Served, task: Task, options: Options, *, session: str | None = None, count: int = 1
+) -> tuple[str, dict[str, Any]]:
+    """Path and body of the request for a plan, or for ``count`` candidates; ``session``: its name there.
+
+    Raises RequestError for a task of another kind and for what cannot be sent.
+    """
+    if not isinstance(options.relaxed, bool):
+        raise RequestError("relaxed is a Relaxation, whose bounds cannot be sent; give True or False")
+    body: dict[str, Any] = {"model": served.model, "stream": True}
+    messages = as_messages(task)
+    if messages is None:
+        body["prompt"] = list(token_ids(task))
+    elif options.raw and not isinstance(task, str):
+        raise RequestError("raw is given with messages; give one text, or leave raw out")
+    elif options.raw or (isinstance(task, str) and not served.card.get("chat", True)):
+        body["prompt"] = task
+    else:
+        body["messages"] = with_urls(messages)
+    body |= {"temperature": options.temperature, "top_p": options.top_p, "seed": options.seed}
+    if count > 1:
+        body["n"] = count
+    if options.max_new_tokens is not None:
+        body["max_tokens"] = options.max_new_tokens
+    if options.stops:
+        body["stop"] = list(options.stops)
+    if options.schema is not None:
+        form = {"name": "answer", "schema": json.loads(schema_text(options.schema)), "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": form}
+    if options.tools:
+        if messages is None:
+            raise RequestError("tools are given with token ids; give messages, whose template describes the tools")
+        body["tools"] = list(options.tools)
+        if options.forced_tools:
+            named = {"type": "function", "function": {"name": options.tool_choice}}
+            body["tool_choice"] = "required" if options.tool_choice == "required" else named
+    if (alternatives := options.logprobs) is not None:
+        chat = {"logprobs": True, "top_logprobs": alternatives}
+        body |= chat if "messages" in body else {"logprobs": alternatives}
+    extra = {name: getattr(options, name) for name in _EXTRAS}
+    body["edge_dflash"] = {**extra, **({} if session is None else {"session": session}), "tokens": True}
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions", body
+
+
+def with_urls(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose images are data URLs, as the API takes them. Raises ImageError."""
+    return changed(messages, lambda source: {"type": "image_url", "image_url": {"url": data_url(source)}})
 
 
 def _kept_there(name: str) -> Any:
@@ -124,13 +207,13 @@ class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePla
     ) -> Sequence[PlanStream]:
         """Send a request, which its server queues."""
         if session is None:
-            askings = self._connection.ask(self._served, task, options, began, count=n)
+            answers = self._connection.ask(*ask(self._served, task, options, count=n), options, began, count=n)
         else:
             rules.checked(_SESSION, {"session": session})
-            askings = session._ask(self, task, options, began)
-        return [PlanStream(asking, owner=self) for asking in askings]
+            answers = session._ask(self, task, options, began)
+        return [PlanStream(answer, owner=self) for answer in answers]
 
-    def _submit(self, asking: object) -> None:
+    def _submit(self, answer: object) -> None:
         """It was sent."""
 
     def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
@@ -240,7 +323,7 @@ class RemoteSession(Conversing, AbstractContextManager["RemoteSession"]):
             with suppress(EdgeDflashError):
                 self._connection.session("DELETE", name)
 
-    def _ask(self, planner: RemotePlanner, task: Task, options: Options, began: float) -> tuple[Asking, ...]:
+    def _ask(self, planner: RemotePlanner, task: Task, options: Options, began: float) -> tuple[Answer, ...]:
         if planner is not self._planner:
             raise RequestError("the session belongs to another planner; use the one that made it")
         with self._lock:
@@ -258,7 +341,8 @@ class RemoteSession(Conversing, AbstractContextManager["RemoteSession"]):
                 task = [*self._system, *said]
             self._forget(self._stale)
             self._begun, self._stale = True, None
-            return planner._connection.ask(planner._served, task, options, began, session=self._name, ended=ended)
+            asked = ask(planner._served, task, options, session=self._name)
+            return self._connection.ask(*asked, options, began, ended=ended)
         except BaseException:
             if first:
                 self._begun, self._stale = False, None  # it was not taken

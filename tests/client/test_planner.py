@@ -38,7 +38,7 @@ def test_the_interface_is_the_planners():
     assert names(Planner) - {"open", "connect"} <= names(RemotePlanner)
     assert names(PlannerSession) <= names(RemoteSession)
     for mine, theirs in ((Planner, RemotePlanner), (PlannerSession, RemoteSession)):
-        for name in (
+        for name in [
             "plan",
             "stream",
             "aplan",
@@ -49,7 +49,7 @@ def test_the_interface_is_the_planners():
             "save",
             "fork",
             "close",
-        ):
+        ]:
             if hasattr(mine, name):
                 given, wanted = (list(inspect.signature(getattr(kind, name)).parameters) for kind in (theirs, mine))
                 assert given == wanted, name
@@ -67,7 +67,7 @@ def test_plans_are_those_of_the_open_planner(service, remote):
         {"max_new_tokens": 9, "deadline": 30.0},
     ):
         here, there = service.planner.plan(TASK, **options), remote.plan(TASK, **options)
-        for name in (
+        for name in [
             "object",
             "text",
             "thinking",
@@ -76,7 +76,7 @@ def test_plans_are_those_of_the_open_planner(service, remote):
             "prompt_tokens",
             "accept_lengths",
             "drafting",
-        ):
+        ]:
             assert getattr(here, name) == getattr(there, name), (name, options)
         assert there.speculative == here.speculative
         assert there.timings.total_seconds > 0
@@ -332,26 +332,33 @@ def test_what_is_no_service_or_is_not_ready_is_said(tmp_path, card, message):
         Planner.connect(url)
 
 
-UNREADABLE = {**delta("stop"), "edge_dflash": {"finish_reason": "stop", "prompt_tokens": "many"}}
+GOING = delta(content="Going")
 
 
 @pytest.mark.parametrize(
-    "chunks",
+    ("chunks", "error"),
     [
-        [UNREADABLE],
-        [{**delta("stop"), "edge_dflash": ["no object"]}],
-        [end(timings={"hours": 1})],
-        [delta(tool_calls=[7])],
-        [delta(tool_calls=[{"index": "first"}])],
+        (
+            [GOING, {**delta("stop"), "edge_dflash": {"finish_reason": "stop", "prompt_tokens": "many"}}],
+            "cannot be read",
+        ),
+        ([GOING, {**delta("stop"), "edge_dflash": ["no object"]}], "cannot be read"),
+        ([GOING, end(timings={"hours": 1})], "cannot be read"),
+        ([GOING, delta(tool_calls=[7])], "cannot be read"),
+        ([GOING, delta(tool_calls=[{"index": "first"}])], "cannot be read"),
+        ([{"choices": [{"delta": {"tool_calls": 5}}]}], "cannot be read"),
+        ([GOING], "ended before"),
+        ([{"error": {"message": "out of memory"}}], "out of memory"),
+        (["nonsense"], "no chunk"),
+        ([end("content_filter")], "content_filter"),
     ],
     ids=str,
 )
-def test_answers_that_cannot_be_read_end_the_request(tmp_path, chunks):
-    other = Other([delta(content="Going"), *chunks])
-    with live(other.app, tmp_path) as url, Planner.connect(url) as remote:
+def test_broken_answers_are_errors_of_the_service_and_end_the_request(tmp_path, chunks, error):
+    with live(Other(chunks).app, tmp_path) as url, Planner.connect(url) as remote:
         session = remote.session()
         stream = session.stream(TASK)
-        with pytest.raises(ServiceError, match="cannot be read"):
+        with pytest.raises(ServiceError, match=error):
             stream._ticket.result(10)
         assert not session.busy
 
@@ -385,23 +392,3 @@ def test_a_service_that_misses_a_deadline_is_left(tmp_path):
         plan = remote.plan(TASK, deadline=0.4)
         assert plan.finish_reason == "deadline"
         assert plan.text.startswith("012")
-
-
-@pytest.mark.parametrize(
-    ("chunks", "error"),
-    [
-        ([delta(content="x")], "ended before"),
-        ([{"error": {"message": "out of memory"}}], "out of memory"),
-        (["nonsense"], "no chunk"),
-        ([end("content_filter")], "content_filter"),
-        ([{"choices": [{"delta": {"tool_calls": 5}}]}], "cannot be read"),
-    ],
-    ids=str,
-)
-def test_broken_answers_are_errors_of_the_service(tmp_path, chunks, error):
-    with (
-        live(Other(chunks).app, tmp_path) as url,
-        Planner.connect(url) as remote,
-        pytest.raises(ServiceError, match=error),
-    ):
-        remote.plan(TASK)

@@ -11,7 +11,7 @@ from fakes import SHAPE, FakeBackend
 from grammar_support import END, tokenizer, vocab_size
 from service_support import client_of, events, fake_service
 
-from edge_dflash.client.api import Served, ask
+from edge_dflash.client.planner import Served, ask
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
