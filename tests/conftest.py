@@ -223,6 +223,15 @@ def ids_bundle(golden, shared):
 
 
 @pytest.fixture
+def start(tmp_path):
+    """What begins services of fake models, each with its client; they end with the test."""
+    from service_support import services
+
+    with services(tmp_path) as begin:
+        yield begin
+
+
+@pytest.fixture
 def service(tmp_path):
     """A service that is ready, of a model that is a few lines of hashing."""
     from service_support import fake_service

@@ -150,28 +150,24 @@ def test_thinking_is_apart_from_the_answer(tmp_path):
     service.close()
 
 
-def test_a_model_without_tokenizer_takes_token_ids(tmp_path):
-    service = fake_service(tmp_path, tokenizer=None)
-    with client_of(service) as client:
-        refused = client.post("/v1/completions", json={"prompt": "go", "max_tokens": 2})
-        assert refused.status_code == 400
-        assert "no tokenizer; give token ids" in refused.json()["error"]["message"]
-        reply = client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 2.0}).json()  # as JSON has it
-        assert reply["usage"]["completion_tokens"] == 2
-    service.close()
+def test_a_model_without_tokenizer_takes_token_ids(start):
+    _, client = start(tokenizer=None)
+    refused = client.post("/v1/completions", json={"prompt": "go", "max_tokens": 2})
+    assert refused.status_code == 400
+    assert "no tokenizer; give token ids" in refused.json()["error"]["message"]
+    reply = client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 2.0}).json()  # as JSON has it
+    assert reply["usage"]["completion_tokens"] == 2
 
 
-def test_what_holds_without_a_budget_is_the_services(tmp_path):
-    service = fake_service(tmp_path, limits={"new_tokens": 5})
-    with client_of(service) as client:
-        assert client.post(CHAT, json={"messages": HELLO}).json()["usage"]["completion_tokens"] == 5
-        refused = client.post(CHAT, json={"messages": HELLO, "max_completion_tokens": 6})
-        assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == "max_completion_tokens"
-        room = dataclasses.replace(service.planner.shape).usable_context
-        near = client.post("/v1/completions", json={"prompt": [1] * (room - 2)}).json()  # less than 5 fit
-        assert near["usage"]["completion_tokens"] == 2
-    service.close()
+def test_what_holds_without_a_budget_is_the_services(start):
+    service, client = start(limits={"new_tokens": 5})
+    assert client.post(CHAT, json={"messages": HELLO}).json()["usage"]["completion_tokens"] == 5
+    refused = client.post(CHAT, json={"messages": HELLO, "max_completion_tokens": 6})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "max_completion_tokens"
+    room = dataclasses.replace(service.planner.shape).usable_context
+    near = client.post("/v1/completions", json={"prompt": [1] * (room - 2)}).json()  # less than 5 fit
+    assert near["usage"]["completion_tokens"] == 2
 
 
 def test_tools_reach_the_template_or_are_refused(client):
@@ -209,10 +205,9 @@ def test_models_health_ready_and_metrics(service, client):
     assert "_created" not in text
 
 
-def test_metrics_count_drafts_by_position_and_accepted_tokens(tmp_path):
+def test_metrics_count_drafts_by_position_and_accepted_tokens(start):
     asked = iter((0, 3, 1, 2))
-    service = fake_service(tmp_path, FakeBackend(TEXT_SHAPE, right=lambda position: next(asked)))
-    with client_of(service) as client:
+    service, client = start(FakeBackend(TEXT_SHAPE, right=lambda position: next(asked)))
         extra = client.post(CHAT, json={"messages": HELLO, "max_tokens": 11}).json()["edge_dflash"]
     assert (extra["accept_lengths"], extra["accept_length"]) == ([1, 4, 2, 3], 2.5)
     value = service.metrics.registry.get_sample_value
@@ -224,7 +219,6 @@ def test_metrics_count_drafts_by_position_and_accepted_tokens(tmp_path):
     assert value("edge_dflash_cycle_drafts_sum") == sum(extra["drafts"]) == 4 * (TEXT_SHAPE.block_size - 1)
     assert (value("edge_dflash_accept_length_sum"), value("edge_dflash_accept_length_count")) == (10, 4)
     assert value("edge_dflash_inter_token_seconds_count") == 10
-    service.close()
 
 
 def test_a_service_that_loads_or_stops_refuses(service, client):
@@ -239,25 +233,23 @@ def test_a_service_that_loads_or_stops_refuses(service, client):
     assert client.get("/v1/models").status_code == 200
 
 
-def test_a_full_queue_is_429(tmp_path):
+def test_a_full_queue_is_429(start):
     backend = Gate(FakeBackend(TEXT_SHAPE))
-    service = fake_service(tmp_path, backend, queue=1)
-    with client_of(service) as client:
-        first = service.planner.stream(HELLO, max_new_tokens=2)
-        assert backend.reached.wait(60)
-        second = service.planner.stream(HELLO, max_new_tokens=2)
-        refused = client.post(CHAT, json={"messages": HELLO, "max_tokens": 2})
-        assert refused.status_code == 429
-        assert 1 <= int(refused.headers["retry-after"]) <= 60
-        assert refused.json()["error"]["code"] == "queue_full"
-        backend.open.set()
-        assert first.plan.tokens == second.plan.tokens
-        text = client.get("/metrics").text
-        assert 'edge_dflash_requests_total{endpoint="chat",outcome="queue_full"} 1.0' in text
-    service.close()
+    service, client = start(backend, queue=1)
+    first = service.planner.stream(HELLO, max_new_tokens=2)
+    assert backend.reached.wait(60)
+    second = service.planner.stream(HELLO, max_new_tokens=2)
+    refused = client.post(CHAT, json={"messages": HELLO, "max_tokens": 2})
+    assert refused.status_code == 429
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert refused.json()["error"]["code"] == "queue_full"
+    backend.open.set()
+    assert first.plan.tokens == second.plan.tokens
+    text = client.get("/metrics").text
+    assert 'edge_dflash_requests_total{endpoint="chat",outcome="queue_full"} 1.0' in text
 
 
-def test_an_engine_that_fails_is_503_and_the_next_request_runs(tmp_path):
+def test_an_engine_that_fails_is_503_and_the_next_request_runs(start):
     from edge_dflash.errors import BackendError
 
     class Failing(FakeBackend):
@@ -269,18 +261,16 @@ def test_an_engine_that_fails_is_503_and_the_next_request_runs(tmp_path):
             return super().verify(ids, lane)
 
     backend = Failing(TEXT_SHAPE)
-    service = fake_service(tmp_path, backend)
-    with client_of(service) as client:
-        refused = client.post(CHAT, json={"messages": HELLO, "max_tokens": 9})
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "engine_failed"
-        with client.stream("POST", CHAT, json={"messages": HELLO, "max_tokens": 9, "stream": True}) as response:
-            *_, error, done = events(response)
-        assert error["error"]["code"] == "engine_failed"
-        assert done == "[DONE]"
-        backend.failing = False
-        assert client.post(CHAT, json={"messages": HELLO, "max_tokens": 9}).is_success
-    service.close()
+    _, client = start(backend)
+    refused = client.post(CHAT, json={"messages": HELLO, "max_tokens": 9})
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "engine_failed"
+    with client.stream("POST", CHAT, json={"messages": HELLO, "max_tokens": 9, "stream": True}) as response:
+        *_, error, done = events(response)
+    assert error["error"]["code"] == "engine_failed"
+    assert done == "[DONE]"
+    backend.failing = False
+    assert client.post(CHAT, json={"messages": HELLO, "max_tokens": 9}).is_success
 
 
 def test_a_client_that_takes_nothing_is_left(tmp_path):

@@ -102,16 +102,14 @@ class Failing(FakeBackend):
         return super().cycle(asked)
 
 
-def test_a_choice_that_fails_ends_the_answer_and_tokens_of_others_are_counted(tmp_path):
-    service = fake_service(tmp_path, Failing(TEXT_SHAPE))
-    with client_of(service) as client:
-        refused = client.post(CHAT, json={**BODY, "n": 3})
-        assert (refused.status_code, refused.json()["error"]["message"]) == (400, "the cycle failed")
-        made = service.metrics.registry.get_sample_value("edge_dflash_tokens_total", {"kind": "generated"})
-        assert made >= BODY["max_tokens"]  # those of choice 0
-        with client.stream("POST", CHAT, json={**BODY, "n": 3, "stream": True}) as response:
-            *_, error, done = events(response)
-        assert (error["error"]["message"], done) == ("the cycle failed", "[DONE]")
-        assert not service.streams
-        assert client.post(CHAT, json=BODY).status_code == 200
-    service.close()
+def test_a_choice_that_fails_ends_the_answer_and_tokens_of_others_are_counted(start):
+    service, client = start(Failing(TEXT_SHAPE))
+    refused = client.post(CHAT, json={**BODY, "n": 3})
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, "the cycle failed")
+    made = service.metrics.registry.get_sample_value("edge_dflash_tokens_total", {"kind": "generated"})
+    assert made >= BODY["max_tokens"]  # those of choice 0
+    with client.stream("POST", CHAT, json={**BODY, "n": 3, "stream": True}) as response:
+        *_, error, done = events(response)
+    assert (error["error"]["message"], done) == ("the cycle failed", "[DONE]")
+    assert not service.streams
+    assert client.post(CHAT, json=BODY).status_code == 200

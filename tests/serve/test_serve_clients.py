@@ -7,7 +7,7 @@ import copy
 import httpx2
 import openai
 import pytest
-from service_support import TOOL, TOOL_TASK, client_of, live, thinking_service, tool_service
+from service_support import TOOL, TOOL_TASK, live, thinking_service, tool_service
 
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import MIN_TEMPERATURE, Sampling
@@ -56,32 +56,6 @@ BOUNDS = [
         ]["application/json"]["schema"]
     )
 ]
-
-
-@pytest.mark.parametrize(("path", "where", "facts"), BOUNDS, ids=lambda value: str(value)[:40])
-def test_each_numeric_bound_of_the_document_is_the_readers(path, where, facts):
-    read, base = READERS[path]
-    needs = {"top_logprobs": {"logprobs": True}}.get(where[-1], {})
-
-    def taken(value):
-        body = copy.deepcopy({**base, **needs})
-        inner = body
-        for key in where[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[where[-1]] = value
-        try:
-            made = read(body, ServeConfig())
-            Options.of({key: value for key, value in made.options.items() if key not in ("caller",)})
-        except RequestError:
-            return False
-        return True
-
-    low, high = facts["minimum"], facts["maximum"]
-    step = 1 if facts["type"] == "integer" else 1e-6
-    for inside in (low, high, low + step, high - step):
-        assert taken(inside), inside
-    for outside in (low - step, high + max(step, abs(high) * 1e-9)):
-        assert not taken(int(outside) if facts["type"] == "integer" else outside), outside
 
 
 def test_every_number_of_a_request_has_bounds():
@@ -213,18 +187,16 @@ def test_results_of_calls_and_thinking_are_taken():
     assert task[3]["name"] == "ann"
 
 
-def test_a_result_answers_a_call_of_the_session(tmp_path):
-    service = tool_service(tmp_path)
-    with client_of(service) as client:
-        session = {"edge_dflash": {"session": "hall"}}
-        first = client.post(CHAT, json={"messages": TOOL_TASK, "tools": [TOOL], **session}).json()
-        (made,) = first["choices"][0]["message"]["tool_calls"]
-        wrong = {"role": "tool", "tool_call_id": "x", "content": "done"}
-        no = client.post(CHAT, json={"messages": [wrong], "tools": [TOOL], "max_tokens": 2, **session})
-        assert (no.status_code, no.json()["error"]["param"]) == (400, "messages[0].tool_call_id")
-        right = {**wrong, "tool_call_id": made["id"]}
-        assert client.post(CHAT, json={"messages": [right], "tools": [TOOL], "max_tokens": 2, **session}).is_success
-    service.close()
+def test_a_result_answers_a_call_of_the_session(start):
+    _, client = start(kind=tool_service)
+    session = {"edge_dflash": {"session": "hall"}}
+    first = client.post(CHAT, json={"messages": TOOL_TASK, "tools": [TOOL], **session}).json()
+    (made,) = first["choices"][0]["message"]["tool_calls"]
+    wrong = {"role": "tool", "tool_call_id": "x", "content": "done"}
+    no = client.post(CHAT, json={"messages": [wrong], "tools": [TOOL], "max_tokens": 2, **session})
+    assert (no.status_code, no.json()["error"]["param"]) == (400, "messages[0].tool_call_id")
+    right = {**wrong, "tool_call_id": made["id"]}
+    assert client.post(CHAT, json={"messages": [right], "tools": [TOOL], "max_tokens": 2, **session}).is_success
 
 
 # the client of OpenAI -------------------------------------------------------------------------------------------------
@@ -260,12 +232,10 @@ def test_openai_s_client_as_agents_use_it(tmp_path):
     service.close()
 
 
-def test_thinking_comes_as_reasoning_content_whatever_asked_for_it(tmp_path):
-    service = thinking_service(tmp_path, "hm</think>Done.", defaults={"thinking": True})
-    with client_of(service) as client:
-        body = {"prompt": "x", "max_tokens": 2, "edge_dflash": {"raw": True}}
-        assert client.post(COMPLETIONS, json=body).is_success  # which has no template to open it
-        for given in ({"reasoning_effort": "medium"}, {"chat_template_kwargs": {"enable_thinking": True}}):
-            message = client.post(CHAT, json={"messages": TOOL_TASK, **given}).json()["choices"][0]["message"]
-            assert (message["reasoning_content"], message["content"]) == ("hm", "Done.")
-    service.close()
+def test_thinking_comes_as_reasoning_content_whatever_asked_for_it(start):
+    _, client = start("hm</think>Done.", defaults={"thinking": True}, kind=thinking_service)
+    body = {"prompt": "x", "max_tokens": 2, "edge_dflash": {"raw": True}}
+    assert client.post(COMPLETIONS, json=body).is_success  # which has no template to open it
+    for given in ({"reasoning_effort": "medium"}, {"chat_template_kwargs": {"enable_thinking": True}}):
+        message = client.post(CHAT, json={"messages": TOOL_TASK, **given}).json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("hm", "Done.")

@@ -173,14 +173,12 @@ def test_odd_requests(client):
     refused(client.post(CHAT, content=iter([large.encode()]), headers=JSON), 413)  # chunked, of unsaid length
 
 
-def test_sizes_have_limits(tmp_path):
-    service = fake_service(tmp_path, limits={"prompt_chars": 100, "schema_bytes": 100})
-    with client_of(service) as client:
-        refused(client.post(CHAT, json={"messages": [{"role": "user", "content": "x" * 100}]}))
-        refused(client.post(CHAT, json={"messages": HELLO, "edge_dflash": {"regex": "x" * 101}}))
-        form = {"type": "json_schema", "json_schema": {"schema": {"description": "x" * 100}}}
-        refused(client.post(CHAT, json={"messages": HELLO, "response_format": form}))
-    service.close()
+def test_sizes_have_limits(start):
+    _, client = start(limits={"prompt_chars": 100, "schema_bytes": 100})
+    refused(client.post(CHAT, json={"messages": [{"role": "user", "content": "x" * 100}]}))
+    refused(client.post(CHAT, json={"messages": HELLO, "edge_dflash": {"regex": "x" * 101}}))
+    form = {"type": "json_schema", "json_schema": {"schema": {"description": "x" * 100}}}
+    refused(client.post(CHAT, json={"messages": HELLO, "response_format": form}))
 
 
 def test_a_key_is_asked_of_everyone_on_tcp(tmp_path):

@@ -212,15 +212,13 @@ def test_a_reload_saves_sessions_also_the_one_whose_turn_runs(tmp_path):
     service.close()
 
 
-def test_a_reload_writes_nothing_where_nothing_may_be(tmp_path):
-    service = fake_service(tmp_path, sessions={"save": "never"})
+def test_a_reload_writes_nothing_where_nothing_may_be(tmp_path, start):
+    service, client = start(sessions={"save": "never"})
     notifier = service.notifier = Recorder()
-    with client_of(service) as client:
         ask(client, [], max_tokens=2, edge_dflash={"session": "hall"})
         client.portal.call(service.reload)
     assert notifier.said == ["RELOADING", "READY"]
     assert not (tmp_path / "state").exists()
-    service.close()
 
 
 def test_the_status_and_the_log_say_what_is_loaded(demo_bundle, tmp_path, caplog):

@@ -10,21 +10,13 @@ import threading
 import time
 
 import pytest
-from fakes import FakeBackend
-from planner_support import Gate
-from service_support import TEXT_SHAPE, Process, services
+from service_support import Process
 
 from edge_dflash import session as session_module
 from edge_dflash.serve.limits import own
 
 CHAT = "/v1/chat/completions"
 SESSIONS = "/v1/edge_dflash/sessions"
-
-
-@pytest.fixture
-def start(tmp_path):
-    with services(tmp_path) as begin:
-        yield begin
 
 
 def turn(client, name, text="go"):
@@ -303,18 +295,6 @@ def test_a_kill_in_the_middle_of_saves_loses_nothing_that_was_acknowledged(demo_
             assert said(client, good[-1])[0] == "Take a."
     finally:
         process.stop()
-
-
-def test_a_busy_session_is_not_saved_under_another_name(start):
-    backend = Gate(FakeBackend(TEXT_SHAPE))
-    _, client = start(backend)
-    thread = threading.Thread(target=turn, args=(client, "a"))
-    thread.start()
-    assert backend.reached.wait(10)
-    assert save(client, "a", to="b").json()["error"]["code"] == "session_busy"
-    backend.open.set()
-    thread.join()
-    assert save(client, "a", to="b").is_success
 
 
 def test_a_delete_removes_what_a_kill_left_of_a_save(start, tmp_path):

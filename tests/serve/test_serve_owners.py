@@ -174,26 +174,24 @@ def test_one_callers_flood_leaves_places_and_gives_way_to_what_is_urgent(tmp_pat
     service.close()
 
 
-def test_saving_needs_no_place_in_a_full_queue(tmp_path):
+def test_saving_needs_no_place_in_a_full_queue(start):
     backend = Gate(FakeBackend(TEXT_SHAPE))
     backend.open.set()
-    service = fake_service(tmp_path, backend, queue=1)
-    with client_of(service) as client:
-        assert turn(client, "hall").is_success
-        backend.open.clear()
-        backend.reached.clear()
-        running = service.planner.stream(HELLO, max_new_tokens=2)
-        assert backend.reached.wait(60)
-        waiting = service.planner.stream(HELLO, max_new_tokens=2)
-        saved = []
-        thread = threading.Thread(target=lambda: saved.append(client.post(f"{SESSIONS}/hall/save", json={})))
-        thread.start()
-        until(lambda: service.planner._engine._calls)  # it waits between two turns, and takes no place
-        backend.open.set()
-        thread.join(60)
-        assert saved[0].is_success
-        assert running.plan.tokens == waiting.plan.tokens
-    service.close()
+    service, client = start(backend, queue=1)
+    assert turn(client, "hall").is_success
+    backend.open.clear()
+    backend.reached.clear()
+    running = service.planner.stream(HELLO, max_new_tokens=2)
+    assert backend.reached.wait(60)
+    waiting = service.planner.stream(HELLO, max_new_tokens=2)
+    saved = []
+    thread = threading.Thread(target=lambda: saved.append(client.post(f"{SESSIONS}/hall/save", json={})))
+    thread.start()
+    until(lambda: service.planner._engine._calls)  # it waits between two turns, and takes no place
+    backend.open.set()
+    thread.join(60)
+    assert saved[0].is_success
+    assert running.plan.tokens == waiting.plan.tokens
 
 
 def test_retry_after_is_the_time_in_which_what_waits_is_served(service, monkeypatch):

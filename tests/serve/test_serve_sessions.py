@@ -7,16 +7,10 @@ import threading
 import pytest
 from fakes import FakeBackend
 from planner_support import Gate
-from service_support import TEXT_SHAPE, services
+from service_support import TEXT_SHAPE
 
 CHAT = "/v1/chat/completions"
 SESSIONS = "/v1/edge_dflash/sessions"
-
-
-@pytest.fixture
-def start(tmp_path):
-    with services(tmp_path) as begin:
-        yield begin
 
 
 def turn(client, name, text="go", **more):
@@ -129,7 +123,11 @@ def test_a_session_in_use_is_refused_a_second_turn(start):
         thread = threading.Thread(target=turn, args=(client, "a"))
         thread.start()
         assert backend.reached.wait(60)
-        for refused in (turn(client, "a"), client.delete(f"{SESSIONS}/a"), client.post(f"{SESSIONS}/a/save", json={})):
+        for refused in (
+            turn(client, "a"),
+            client.delete(f"{SESSIONS}/a"),
+            client.post(f"{SESSIONS}/a/save", json={"to": "b"}),
+        ):
             assert refused.status_code == 409
             assert refused.json()["error"]["code"] == "session_busy"
         backend.open.set()

@@ -74,16 +74,8 @@ strange = st.fixed_dictionaries(
 )
 messages = often(st.lists(st.one_of(plain, plain, plain, plain, often(strange)), min_size=1, max_size=4))
 KEYWORDS = [
-    "type",
-    "properties",
-    "items",
-    "enum",
-    "required",
-    "$ref",
-    "anyOf",
-    "pattern",
-    "minimum",
-    "additionalProperties",
+    *("type", "properties", "items", "enum", "required"),
+    *("$ref", "anyOf", "pattern", "minimum", "additionalProperties"),
 ]
 schemas = st.recursive(
     st.one_of(values, st.sampled_from([{"type": "object"}, {"type": "integer"}, {"enum": [1, "a"]}, {"$ref": "#"}])),

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,15 +82,14 @@ def client_of(service: Service, key: str = "") -> TestClient:
 @contextmanager
 def services(directory: Path):
     """What begins services on one state directory, one after another, and gives each with its client."""
-    begun = []
+    with ExitStack() as begun:
 
-    def begin(backend=None, **sections):
-        begun.append(service := fake_service(directory, backend, **sections))
-        return service, client_of(service)
+        def begin(*given, kind=fake_service, **sections):
+            service = kind(directory, *given, **sections)
+            begun.callback(service.close)
+            return service, begun.enter_context(client_of(service))
 
-    yield begin
-    for service in begun:
-        service.close()
+        yield begin
 
 
 def thinking_service(directory: Path, answer: str, **sections) -> Service:
