@@ -208,7 +208,7 @@ def test_models_health_ready_and_metrics(service, client):
 def test_metrics_count_drafts_by_position_and_accepted_tokens(start):
     asked = iter((0, 3, 1, 2))
     service, client = start(FakeBackend(TEXT_SHAPE, right=lambda position: next(asked)))
-        extra = client.post(CHAT, json={"messages": HELLO, "max_tokens": 11}).json()["edge_dflash"]
+    extra = client.post(CHAT, json={"messages": HELLO, "max_tokens": 11}).json()["edge_dflash"]
     assert (extra["accept_lengths"], extra["accept_length"]) == ([1, 4, 2, 3], 2.5)
     value = service.metrics.registry.get_sample_value
     for position in range(1, TEXT_SHAPE.block_size):

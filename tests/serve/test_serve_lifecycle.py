@@ -215,8 +215,8 @@ def test_a_reload_saves_sessions_also_the_one_whose_turn_runs(tmp_path):
 def test_a_reload_writes_nothing_where_nothing_may_be(tmp_path, start):
     service, client = start(sessions={"save": "never"})
     notifier = service.notifier = Recorder()
-        ask(client, [], max_tokens=2, edge_dflash={"session": "hall"})
-        client.portal.call(service.reload)
+    ask(client, [], max_tokens=2, edge_dflash={"session": "hall"})
+    client.portal.call(service.reload)
     assert notifier.said == ["RELOADING", "READY"]
     assert not (tmp_path / "state").exists()
 

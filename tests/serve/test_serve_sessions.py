@@ -119,20 +119,19 @@ def test_forks_go_their_own_way(start):
 def test_a_session_in_use_is_refused_a_second_turn(start):
     backend = Gate(FakeBackend(TEXT_SHAPE))
     _, client = start(backend)
-    with client:
-        thread = threading.Thread(target=turn, args=(client, "a"))
-        thread.start()
-        assert backend.reached.wait(60)
-        for refused in (
-            turn(client, "a"),
-            client.delete(f"{SESSIONS}/a"),
-            client.post(f"{SESSIONS}/a/save", json={"to": "b"}),
-        ):
-            assert refused.status_code == 409
-            assert refused.json()["error"]["code"] == "session_busy"
-        backend.open.set()
-        thread.join()
-        assert turn(client, "a").is_success
+    thread = threading.Thread(target=turn, args=(client, "a"))
+    thread.start()
+    assert backend.reached.wait(60)
+    for refused in (
+        turn(client, "a"),
+        client.delete(f"{SESSIONS}/a"),
+        client.post(f"{SESSIONS}/a/save", json={"to": "b"}),
+    ):
+        assert refused.status_code == 409
+        assert refused.json()["error"]["code"] == "session_busy"
+    backend.open.set()
+    thread.join()
+    assert turn(client, "a").is_success
 
 
 def test_a_session_of_another_bundle_is_refused(start, tmp_path):

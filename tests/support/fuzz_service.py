@@ -37,7 +37,7 @@ TRICKS = [
         "x" * 300,
         "CON",
     ),
-    *("\ud800", "\u202e", "a\nb", "<think>", "<|end|>", "{{ 7*7 }}", "{% for x in range(9**9) %}", "$ref"),
+    *("x" * 300, "\ud800", "\u202e", "a\nb", "<think>", "<|end|>", "{{ 7*7 }}", "{% for x in range(9**9) %}", "$ref"),
 ]
 NUMBERS = [0, -1, 1, 2**31, 2**63, -(2**63), 2**64 - 1, 0.5, 1e308, -0.0, 1e-320]
 texts = st.one_of(st.text(max_size=40), st.sampled_from(TRICKS))
