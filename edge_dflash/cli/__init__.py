@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
+import threading
+import time
 from collections import UserDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from edge_dflash.cli.ending import ending
 from edge_dflash.cli.usage import Command
 from edge_dflash.errors import BackendError, EdgeDflashError
 from edge_dflash.version import __version__
 
 INTERRUPTED = 130
 LONGEST_ERROR = 2000  # characters
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # SIGINT is Python's own KeyboardInterrupt
+TWICE_SECONDS = 1.0  # within which a signal that comes again is the same one: timeout(1) sends it twice
 
 # A command is the function, or the typer app, of its name in the module of its name; imported when it is called for.
 COMMANDS = {
@@ -158,3 +163,45 @@ def _print_error(message: str) -> None:
     if len(line) > LONGEST_ERROR:
         line = f"{line[: LONGEST_ERROR // 2]} ... {line[-LONGEST_ERROR // 2 :]}"
     print("error: " + line, file=sys.stderr, flush=True)
+
+
+class EndedError(KeyboardInterrupt):
+    """A signal asked the process to end."""
+
+
+class EndSignals:
+    """What came, and how the process ends by it."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._came = -TWICE_SECONDS
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """The handler: raises in the main thread, between any two instructions."""
+        now, before = time.monotonic(), self._came
+        self.signal = self.signal or number
+        if now - before >= TWICE_SECONDS:
+            self._came = now
+            raise EndedError
+
+    def leave(self) -> None:
+        """Die of the signal that came, as whoever sent it expects; without one return."""
+        if self.signal is not None:
+            sys.stdout.flush()
+            signal.signal(self.signal, signal.SIG_DFL)
+            os.kill(os.getpid(), self.signal)
+
+
+@contextmanager
+def ending() -> Iterator[EndSignals]:
+    """Let SIGNALS raise inside. One that is ignored (nohup) stays so."""
+    handler, ours = EndSignals(), []
+    if threading.current_thread() is threading.main_thread():
+        ours = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, handler)
+    try:
+        yield handler
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)

@@ -110,24 +110,23 @@ def require_same(plain: Plan, speculative: Plan) -> None:
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The keys of a plan that ``generate --json`` documents."""
+    same = (
+        "text",
+        "tokens",
+        "finish_reason",
+        "prompt_tokens",
+        "accept_lengths",
+        "accept_length",
+        "speculative",
+        "object",
+    )
+    times = ("prefill_seconds", "first_token_seconds", "decode_seconds", "total_seconds")
     return {
-        "text": plan.text,
-        "tokens": list(plan.tokens),
+        **{name: getattr(plan, name) for name in (*same, "tokens_per_second", "seed")},
+        **{name: getattr(plan.timings, name) for name in times},
         "logprobs": [_logprob(one) for one in plan.logprobs] or None,
-        "finish_reason": plan.finish_reason,
-        "prompt_tokens": plan.prompt_tokens,
-        "accept_lengths": list(plan.accept_lengths),
-        "accept_length": plan.accept_length,
-        "drafts": list(plan.drafting.drafts),
-        "accepted_drafts": list(plan.drafting.accepted),
-        "speculative": plan.speculative,
-        "object": plan.object,
-        "prefill_seconds": plan.timings.prefill_seconds,
-        "first_token_seconds": plan.timings.first_token_seconds,
-        "decode_seconds": plan.timings.decode_seconds,
-        "total_seconds": plan.timings.total_seconds,
-        "tokens_per_second": plan.tokens_per_second,
-        "seed": plan.seed,
+        "drafts": plan.drafting.drafts,
+        "accepted_drafts": plan.drafting.accepted,
         "score": plan.score if plan.score is not None and math.isfinite(plan.score) else None,
         "alternatives": [plan_json(one) for one in plan.alternatives],
     }

@@ -6,23 +6,30 @@ is taken back by itself.
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import shlex
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from edge_dflash.board.linux import read_memory
+from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.bundle.reader import read_manifest
+from edge_dflash.checks.footprint import memory_bytes, stored_bytes
 from edge_dflash.common.files import directory
 from edge_dflash.common.rules import refuse_nul
 from edge_dflash.errors import ConfigError, EdgeDflashError
 from edge_dflash.install import releases
 from edge_dflash.install.host import ACTIVATED, CONFIG, ENABLED, FILES, SERVICE, TCP, Host, InstallPaths, host_of
-from edge_dflash.install.memory import bounded
-from edge_dflash.serve.config import ServeConfig, load_config
+from edge_dflash.model import pair_programs
+from edge_dflash.pictures.decode import DEFAULT_LIMITS, in_flight
+from edge_dflash.serve.config import MIB, ServeConfig, load_config
 
+log = logging.getLogger("edge_dflash.install")
 KEEP = 2  # releases: the one that is served and the one before
 LOG = "journalctl -b -u edge-dflash tells why"
 _HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # from a unit with ProtectHome and PrivateTmp
@@ -216,14 +223,19 @@ def _bound_memory(layout: InstallPaths, name: str, host: Host) -> list[str]:
     return [str(path)] if written else []
 
 
-def _bounded(layout: InstallPaths, name: str, unit: bytes) -> bytes:
+def _bounded(layout: InstallPaths, name: str, text: bytes) -> bytes:
+    """The unit with the bounds of a release in the place of those that it has; see :func:`bounds`."""
     try:
         config = load_config(layout.root / CONFIG)
     except ConfigError:  # not there yet, or the service says so when it starts
         config = ServeConfig()
     memory = read_memory(layout.root)  # none in a directory tree for another machine
-    manifest = read_manifest(layout.releases / name / "bundle")
-    return bounded(unit.decode(), manifest, config, None if memory is None else memory.total).encode()
+    parts = memory_parts(read_manifest(layout.releases / name / "bundle"), config)
+    high, top = bounds(parts, None if memory is None else memory.total)
+    said = ", ".join(f"{name} {-(-size // MIB)}" for name, size in parts.items() if size)
+    unit = re.sub("(?m)^# MiB: .*$", f"# MiB: {said}.", text.decode())
+    unit = re.sub("(?m)^MemoryHigh=.*$", f"MemoryHigh={high}", unit)
+    return re.sub("(?m)^MemoryMax=.*$", f"MemoryMax={top}", unit).encode()
 
 
 def _write(path: Path, content: bytes) -> bool:
@@ -272,3 +284,58 @@ def _outcome(layout: InstallPaths, written: list[str], gone: list[str], started:
         tuple(gone),
         started,
     )
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+#
+# Bounds for a leak, or a request that nobody foresaw: the robot's other programs live in the same memory. Every part
+# counts in full, as if the driver charged what is on the GPU to the service. On a Jetson it mostly does not: the driver
+# takes such pages from the system itself, and a unit's bounds neither see nor hold them. Where they are installed on
+# the machine itself, its memory bounds them, too: all that may be charged can be more than the board has.
+
+PROGRAM = 3 << 30
+"""Python, NumPy, the driver's libraries and context, and the processes of grammars and templates."""
+OWNERS = 4  # with all the sessions that they may have open, each at the whole context
+MARGIN = 0.25  # of all of it, between what is slowed down (MemoryHigh) and what is ended (MemoryMax)
+RESERVE = 0.125  # of the machine's memory, for its other programs: a leak ends the service before it ends the machine
+_NEEDED = ("the pair", "system prompts", "larger images", "program")  # by every service that works
+
+
+def memory_parts(manifest: Manifest, config: ServeConfig) -> Mapping[str, int]:
+    """Bytes by what takes them, each at its most."""
+    engine, programs = config.engine, pair_programs(manifest.pair)
+    lanes = engine.lanes or manifest.lanes
+    stored = stored_bytes(programs, manifest.weights)
+    sizes = (manifest.max_context, manifest.prefill_chunk, manifest.precision.kv, lanes)
+    pair = memory_bytes(programs, stored, manifest.pair, *sizes)
+    session = (pair.target_kv + pair.drafter_kv + pair.delta_state) // lanes
+    sees = manifest.pair.target.vision is not None
+    return {
+        "the pair": sum(asdict(pair).values()),
+        "sessions": OWNERS * config.limits.sessions * session,
+        "requests that wait": engine.queue * (session + sees * 3 * engine.image_pixels),
+        "system prompts": engine.prefix_bytes,
+        "larger images": sees * max(0, in_flight(engine.image_pixels - DEFAULT_LIMITS.pixels)),
+        "bodies": 2 * config.limits.connections * config.limits.body_bytes * 3,
+        "program": PROGRAM,
+    }
+
+
+def bounds(parts: Mapping[str, int], machine: int | None) -> tuple[int, int]:
+    """MemoryHigh and MemoryMax of a service with these parts, on a machine of so many bytes; None: they are unknown.
+
+    Never below what the service needs at work; a warning says where that leaves the machine less than its reserve.
+    """
+    high = sum(parts.values())
+    top = int(high * (1 + MARGIN))
+    if machine is not None:
+        needed, most = sum(parts[name] for name in _NEEDED), int(machine * (1 - RESERVE))
+        if needed > most:
+            log.warning(
+                "the service needs %d MiB of this machine's %d MiB, which leaves less than %g %% to other programs; "
+                "serve a smaller bundle, or fewer lanes (engine.lanes)",
+                -(-needed // MIB), machine // MIB, 100 * RESERVE,
+            )  # fmt: skip
+        top = max(needed, min(top, most))
+        high = min(high, max(needed, int(top / (1 + MARGIN))))
+    return high, top

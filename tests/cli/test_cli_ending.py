@@ -11,7 +11,7 @@ import time
 import pytest
 
 from edge_dflash.builder.decide import fingerprints
-from edge_dflash.cli.ending import ending
+from edge_dflash.cli import ending
 from edge_dflash.common.files import scratch
 from edge_dflash.demo.tasks import MODELS, assemble
 

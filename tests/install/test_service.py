@@ -22,8 +22,15 @@ from edge_dflash.errors import BundleError, EdgeDflashError
 from edge_dflash.install import host as hosts
 from edge_dflash.install import releases
 from edge_dflash.install.host import InstallPaths, Systemd, host_of
-from edge_dflash.install.memory import memory_parts
-from edge_dflash.install.service import InstallOptions, check_visible, find_program, install, remove, rollback
+from edge_dflash.install.service import (
+    InstallOptions,
+    check_visible,
+    find_program,
+    install,
+    memory_parts,
+    remove,
+    rollback,
+)
 from edge_dflash.model import pair_programs
 from edge_dflash.runner.settings import OpenSettings
 from edge_dflash.serve.config import ServeConfig, load_config
