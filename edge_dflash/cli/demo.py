@@ -206,17 +206,15 @@ def _build(where: Path, *, image: bool) -> None:
 
 
 def _json(request: _Request, where: Path, plain: Plan, speculative: Plan, problems: list[str]) -> dict[str, Any]:
+    seconds, plain_seconds = speculative.timings.total_seconds, plain.timings.total_seconds
     return {
         "identical": same_tokens(plain, speculative),
-        "accept_length": speculative.accept_length,
         "valid": not problems,
-        "object": speculative.object,
-        "plain_seconds": plain.timings.total_seconds,
-        "speculative_seconds": speculative.timings.total_seconds,
-        "ratio": speculative.timings.total_seconds / plain.timings.total_seconds,
+        "plain_seconds": plain_seconds,
+        "speculative_seconds": seconds,
+        "ratio": seconds / plain_seconds,
         "tokens": len(speculative.tokens),
-        "accept_lengths": list(speculative.accept_lengths),
-        "text": speculative.text,
+        **{name: getattr(speculative, name) for name in ("accept_length", "accept_lengths", "object", "text")},
         "task": request.title,
         "problems": problems,
         "bundle": str(where),

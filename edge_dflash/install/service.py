@@ -89,10 +89,10 @@ def install(
             releases.switch(layout, name)
         host.prepare()
         changed = late or bool(written) or name != before
-        started = options.start and host.start(activated=(root / ACTIVATED).is_symlink(), restart=changed)
+        started = options.start and _start(layout, host, restart=changed)
         if options.start and not started and host.live:
             _take_back(layout, host, name, before)
-        if started or not changed:
+        if not changed:
             layout.unserved.unlink(missing_ok=True)
         gone = releases.prune(layout, options.keep)
         return _outcome(layout, written, gone, started)
@@ -128,11 +128,9 @@ def rollback(root: Path, *, start: bool = True, host: Host | None = None) -> Out
         _begin(layout, host)
         releases.switch(layout, name)
         written = _bound_memory(layout, name, host)
-        started = start and host.start(activated=(root / ACTIVATED).is_symlink(), restart=True)
+        started = start and _start(layout, host, restart=True)
         if start and not started and host.live:
             raise EdgeDflashError(f"{name} is current now and did not become ready; {LOG}")
-        if started:
-            layout.unserved.unlink(missing_ok=True)
         return _outcome(layout, written, [], started)
 
 
@@ -263,15 +261,20 @@ def _begin(layout: InstallPaths, host: Host) -> bool:
     return late
 
 
+def _start(layout: InstallPaths, host: Host, *, restart: bool) -> bool:
+    """Start the service, and note that it has the last change; whether it became ready."""
+    ready = host.start(activated=(layout.root / ACTIVATED).is_symlink(), restart=restart)
+    if ready:
+        layout.unserved.unlink(missing_ok=True)
+    return ready
+
+
 def _take_back(layout: InstallPaths, host: Host, name: str, before: str | None) -> None:
     if before is None or before == name:
         raise EdgeDflashError(f"{name} is installed and did not become ready; {LOG}")
     releases.switch(layout, before)
     _bound_memory(layout, before, host)
-    again = host.start(activated=(layout.root / ACTIVATED).is_symlink(), restart=True)
-    if again:
-        layout.unserved.unlink(missing_ok=True)
-    state = "serves again" if again else "does not become ready either"
+    state = "serves again" if _start(layout, host, restart=True) else "does not become ready either"
     raise EdgeDflashError(f"{name} did not become ready; {before} {state}; {LOG}")
 
 
