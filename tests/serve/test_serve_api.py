@@ -273,8 +273,9 @@ def test_an_engine_that_fails_is_503_and_the_next_request_runs(start):
     assert client.post(CHAT, json={"messages": HELLO, "max_tokens": 9}).is_success
 
 
-def test_a_client_that_takes_nothing_is_left(tmp_path):
+def test_a_client_that_takes_nothing_is_left(tmp_path, caplog):
     """Its events fill what lies between the two; then its connection is cut, and with it the request."""
+    caplog.set_level("INFO", "edge_dflash.requests")
     service = fake_service(tmp_path, FakeBackend(TEXT_SHAPE, right=lambda position: 0), timeouts={"write": 0.2})
     asked = {"messages": HELLO, "stream": True, "logprobs": True, "top_logprobs": 20, "max_tokens": 400}
     body = json.dumps(asked | {"edge_dflash": {"regex": "[a-f]{400}"}}).encode()
@@ -290,6 +291,9 @@ def test_a_client_that_takes_nothing_is_left(tmp_path):
         assert not service.streams
     assert value("edge_dflash_requests_total", {"endpoint": "chat", "outcome": "disconnected"}) == 1
     assert value("edge_dflash_tokens_total", {"kind": "generated"}) > 3
+    (line,) = caplog.messages
+    assert " finish=cancelled " in line
+    assert line.endswith(" outcome=disconnected")
     service.close()
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -14,9 +12,7 @@ from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
-from fakes import FakeBackend
-from planner_support import Gate
-from service_support import TEXT_SHAPE, client_of, fake_service, live
+from service_support import client_of, fake_service
 
 from edge_dflash.serve import completions, logs
 from edge_dflash.serve.logs import JournalFormatter, is_journal
@@ -118,30 +114,6 @@ def test_nobody_writes_a_line_of_their_own(start, evil):
         assert line.isprintable()
         assert len(line) < 600
         assert re.fullmatch(r"[A-Z]+ /\S* \d{3}( [a-z_]+=\S+)+", line), line
-
-
-def test_a_client_that_left_is_said(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "edge_dflash")
-    backend = Gate(FakeBackend(TEXT_SHAPE, right=lambda position: 0), free=2)
-    service = fake_service(tmp_path, backend)
-    with live(service, tmp_path) as address, socket.socket(socket.AF_UNIX) as one:
-        one.connect(address.removeprefix("unix:"))
-        body = json.dumps({**BODY, "max_tokens": 90}).encode()
-        head = (
-            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
-        one.sendall(head.encode() + body)
-        assert backend.reached.wait(10)
-        one.close()
-        time.sleep(0.1)
-        backend.open.set()
-        until = time.monotonic() + 10
-        while not (found := [r.getMessage() for r in caplog.records if r.name == "edge_dflash.requests"]):
-            assert time.monotonic() < until
-            time.sleep(0.02)
-    assert " finish=cancelled " in found[0]
-    assert found[0].endswith(" outcome=disconnected")
-    service.close()
 
 
 def test_a_stream_that_fails_is_said_though_its_status_was_good(start, monkeypatch):
