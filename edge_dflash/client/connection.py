@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from edge_dflash.client.answer import Answer, error_of, json_of, open_of, unreadable
+from edge_dflash.client.choice import RemoteChoice, error_of, json_of, open_of, unreadable
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import EdgeDflashError, RequestError, ServiceError
 from edge_dflash.result import Plan
@@ -133,7 +133,7 @@ class Connection:
         *,
         ended: Callable[[Plan], None] = lambda plan: None,
         count: int = 1,
-    ) -> tuple[Answer, ...]:
+    ) -> tuple[RemoteChoice, ...]:
         """Send a request of ``began`` (time.perf_counter()); returns when the server took it. ``ended`` gets the plan.
 
         Raises what refuses the request.
@@ -143,35 +143,37 @@ class Connection:
         if options.deadline is not None:
             body["edge_dflash"]["deadline_s"] = max(0.0, began + options.deadline - time.perf_counter())
             deadline = began + options.deadline + GRACE
-        answers = tuple(Answer(self._loop, options, began, index, ended) for index in range(count))
-        future = asyncio.run_coroutine_threadsafe(self._ask(answers, path, body, deadline), self._loop)
+        choices = tuple(RemoteChoice(self._loop, options, began, index, ended) for index in range(count))
+        future = asyncio.run_coroutine_threadsafe(self._ask(choices, path, body, deadline), self._loop)
         try:
-            for answer in answers:
-                answer.admitted.result()
+            for choice in choices:
+                choice.admitted.result()
         except BaseException:
-            for answer in answers:
-                answer.cancelled = True
+            for choice in choices:
+                choice.cancelled = True
             future.cancel()
             raise
-        return answers
+        return choices
 
-    async def _ask(self, answers: Sequence[Answer], path: str, body: dict[str, Any], deadline: float | None) -> None:
+    async def _ask(
+        self, choices: Sequence[RemoteChoice], path: str, body: dict[str, Any], deadline: float | None
+    ) -> None:
         timers = []
-        for answer in answers:
-            answer.task, answer.together = asyncio.current_task(), answers
+        for choice in choices:
+            choice.task, choice.together = asyncio.current_task(), choices
             if deadline is not None:
                 left = max(0.0, deadline - time.perf_counter())
-                timers.append(self._loop.call_later(left, answer.cut, "deadline"))
+                timers.append(self._loop.call_later(left, choice.cut, "deadline"))
         failure: EdgeDflashError | None = None
         try:
-            if all(answer.cancelled for answer in answers):
+            if all(choice.cancelled for choice in choices):
                 raise asyncio.CancelledError
-            await self._read(answers, path, body)
-            for answer in open_of(answers):
-                answer.settle()
+            await self._read(choices, path, body)
+            for choice in open_of(choices):
+                choice.settle()
         except asyncio.CancelledError:
-            for answer in open_of(answers):
-                answer.give_up()
+            for choice in open_of(choices):
+                choice.give_up()
         except EdgeDflashError as error:
             failure = error
         except self._errors as error:
@@ -182,15 +184,15 @@ class Connection:
             for timer in timers:
                 timer.cancel()
         if failure is not None:
-            for answer in open_of(answers):
-                answer.fail(copy.copy(failure))  # each with an error object of its own
+            for choice in open_of(choices):
+                choice.fail(copy.copy(failure))  # each with another error object
 
-    async def _read(self, answers: Sequence[Answer], path: str, body: dict[str, Any]) -> None:
+    async def _read(self, choices: Sequence[RemoteChoice], path: str, body: dict[str, Any]) -> None:
         async with self._client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 raise error_of(response.status_code, json_of(await response.aread()))
-            for answer in open_of(answers):
-                answer.admit()
+            for choice in open_of(choices):
+                choice.admit()
             rest = b""
             async for piece in response.aiter_bytes():
                 *lines, rest = (rest + piece).split(b"\n")  # and nowhere else: an answer may hold U+2028
@@ -200,8 +202,8 @@ class Connection:
                     if not isinstance(chunk := json_of(data), Mapping):
                         text = data.decode("utf-8", "replace")
                         raise ServiceError(f"the server sent {text[:60]!r}, which is no chunk of an answer")
-                    for answer in open_of(answers):
-                        answer.take(chunk)
+                    for choice in open_of(choices):
+                        choice.take(chunk)
 
     def _lost(self, error: Exception) -> ServiceError:
         what = " ".join(str(error).split()) or type(error).__name__

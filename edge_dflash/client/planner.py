@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from edge_dflash.client.answer import Answer
+from edge_dflash.client.choice import RemoteChoice
 from edge_dflash.client.connection import Connection
 from edge_dflash.common import rules
 from edge_dflash.common.rules import PATH, TEXT
@@ -68,7 +68,7 @@ def pick(listing: object, model: str | None, url: str) -> Served:
     if card is None:
         raise ServiceError(f"{url} has no model {model!r}; it has {', '.join(card['id'] for card in cards[:8])}")
     if not isinstance(details := card.get("edge_dflash"), Mapping):
-        raise ServiceError(f"the service at {url} has not loaded its bundle; connect again when /ready answers 200")
+        raise ServiceError(f"the service at {url} has not loaded its bundle; connect again when /ready choices 200")
     return Served(card["id"], details)
 
 
@@ -207,11 +207,11 @@ class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePla
     ) -> Sequence[PlanStream]:
         """Send a request, which its server queues."""
         if session is None:
-            answers = self._connection.ask(*ask(self._served, task, options, count=n), options, began, count=n)
+            choices = self._connection.ask(*ask(self._served, task, options, count=n), options, began, count=n)
         else:
             rules.checked(_SESSION, {"session": session})
-            answers = session._ask(self, task, options, began)
-        return [PlanStream(answer, owner=self) for answer in answers]
+            choices = session._ask(self, task, options, began)
+        return [PlanStream(choice, owner=self) for choice in choices]
 
     def _submit(self, answer: object) -> None:
         """It was sent."""
@@ -323,7 +323,7 @@ class RemoteSession(Conversing, AbstractContextManager["RemoteSession"]):
             with suppress(EdgeDflashError):
                 self._connection.session("DELETE", name)
 
-    def _ask(self, planner: RemotePlanner, task: Task, options: Options, began: float) -> tuple[Answer, ...]:
+    def _ask(self, planner: RemotePlanner, task: Task, options: Options, began: float) -> tuple[RemoteChoice, ...]:
         if planner is not self._planner:
             raise RequestError("the session belongs to another planner; use the one that made it")
         with self._lock:

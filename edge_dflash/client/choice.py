@@ -28,7 +28,7 @@ from edge_dflash.runner.stream import Ticket
 from edge_dflash.text.tool_calls import MalformedToolCall, ToolCall
 
 
-class Answer:
+class RemoteChoice:
     """One choice of a request on its way: what a stream asks of it (``ticket``, ``cancelled``, ``reader``).
 
     All but ``cancelled`` is called on the connection's loop.
@@ -46,7 +46,7 @@ class Answer:
         self.admitted: Future[None] = Future()
         self.ticket: Ticket[Increment] = Ticket(cancel=self._cancel)
         self.task: asyncio.Task[None] | None = None  # of the request
-        self.together: Sequence[Answer] = (self,)  # what the same request asks for
+        self.together: Sequence[RemoteChoice] = (self,)  # what the same request asks for
         self.reason: FinishReason | None = None  # why it was cut
         self.options = options
         self._loop, self._began, self._index, self._ended = loop, began, index, ended
@@ -199,9 +199,9 @@ class Answer:
         )
 
 
-def open_of(answers: Sequence[Answer]) -> list[Answer]:
+def open_of(choices: Sequence[RemoteChoice]) -> list[RemoteChoice]:
     """Those that have not ended."""
-    return [one for one in answers if not one.ticket.done]
+    return [one for one in choices if not one.ticket.done]
 
 
 def unreadable(error: Exception) -> ServiceError:
