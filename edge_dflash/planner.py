@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -23,16 +22,15 @@ from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.drafts import draft_choice
 from edge_dflash.decode.gaze import SeenStats
 from edge_dflash.decode.grammar.compiled import hold, warm_up
-from edge_dflash.decode.options import Options
 from edge_dflash.decode.shape import PairShape
 from edge_dflash.decode.store import PrefixStats
 from edge_dflash.errors import RequestError
 from edge_dflash.model.specs import VisionSpec
 from edge_dflash.pictures.decode import ImageLimits
-from edge_dflash.runner.astream import AsyncPlanStream, Unwanted
+from edge_dflash.runner.astream import AsyncPlanStream
 from edge_dflash.runner.engine import Engine
-from edge_dflash.runner.job import OBSERVED, Job, Observer
-from edge_dflash.runner.planning import Planning, never
+from edge_dflash.runner.local import LocalPlanning
+from edge_dflash.runner.observer import OBSERVED, Observer
 from edge_dflash.runner.recording import AnswerLog, Recording, RecordStats
 from edge_dflash.runner.request import Preparer
 from edge_dflash.runner.settings import EngineOptions, EngineSettings, OpenOptions, OpenSettings
@@ -55,7 +53,6 @@ _ARGUMENTS = {
     "path": PATH.saying("the path of a directory or file"),
     "progress": rules.either(rules.FLAG, rules.FUNCTION, "a function of (stage, done, total), True or False"),
     "observer": rules.having(OBSERVED, "an Observer").or_none(),
-    "session": rules.instance_of(PlannerSession, "one that session() of this planner made"),
     "system": TEXT.saying("the text of a system prompt").or_none(),
 }
 
@@ -65,7 +62,7 @@ def _check(**given: object) -> None:
     rules.checked(_ARGUMENTS, given)
 
 
-class Planner(Planning[PlannerSession]):
+class Planner(LocalPlanning[PlannerSession]):
     """A loaded pair that turns tasks into plans, from any thread: one in each lane, others in a fair, bounded queue."""
 
     def __init__(
@@ -207,7 +204,7 @@ class Planner(Planning[PlannerSession]):
 
         Sessions keep their state. Nothing here waits for requests: one whose prompt is being computed goes on.
         """
-        self._engine.call(self._engine.manager.vacate)
+        self._engine.call(self._engine.manager.lanes.vacate)
         return self._engine.backend
 
     @property
@@ -264,35 +261,6 @@ class Planner(Planning[PlannerSession]):
     def pictures(self) -> SeenStats:
         """What is kept of pictures that the vision tower has seen, and how it served."""
         return self._engine.manager.seen.stats
-
-    def _ask(
-        self,
-        task: Task,
-        session: PlannerSession | None,
-        options: Options,
-        began: float,
-        n: int = 1,
-        unwanted: Unwanted = never,
-    ) -> Sequence[PlanStream]:
-        """Prepare the next turn of a session, a plan, or candidates for it."""
-        if session is not None:
-            _check(session=session)
-            return [PlanStream(session._next(self, task, options, began, unwanted), self)]
-        if options.seed + n > 2**64:
-            raise RequestError(
-                f"seed is {options.seed} for {n} candidates, which draw with it and the {n - 1} behind it; "
-                f"give 0 to 2**64 - {n}"
-            )
-        request = self._preparer.prepare(task, options, began, unwanted)
-        manager, pace = self._engine.manager, self._engine.pace
-        others = [replace(request.options, seed=options.seed + index) for index in range(1, n)]
-        job = Job(request, manager, pace)
-        job.siblings = [Job(replace(request, options=one), manager, pace) for one in others]
-        return [PlanStream(one, self) for one in job.group]
-
-    def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
-        """Token ids of a task. Raises RequestError when it is of another kind, empty, or cannot be turned into ids."""
-        return self._preparer.prompter.prompt(task, Options(thinking=thinking, raw=raw)).ids  # nothing is queued
 
     def session(self, system: str | None = None) -> PlannerSession:
         """A new conversation, with a system prompt if one is given."""

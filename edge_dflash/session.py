@@ -11,12 +11,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edge_dflash.common.rules import PATH, checked, is_deeper
+from edge_dflash.common.nested import is_deeper
+from edge_dflash.common.rules import PATH, checked
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.saved import SessionState, load_session, save_session
+from edge_dflash.decode.saved import SessionState, adopt, load_session, save_session, state_of
 from edge_dflash.errors import RequestError, one_line
 from edge_dflash.runner.astream import Unwanted
 from edge_dflash.runner.job import Job
@@ -97,7 +99,7 @@ class PlannerSession(Conversing):
                     raise RequestError("the session has no turn yet, there is nothing to save; save it after the first")
                 known = self._known
                 note = {"messages": list(known.messages), "tools": known.tools, "thinking": known.thinking}
-                state = self._engine.run(self._state.state)
+                state = self._engine.run(partial(state_of, self._state))
             return save_session(path, replace(state, note=json.dumps(note, default=dict)))
 
     def close(self) -> None:
@@ -135,10 +137,10 @@ class PlannerSession(Conversing):
             raise RequestError(
                 f"{path} holds no conversation of a planner; give a file that save() wrote ({one_line(error)})"
             ) from None
-        session._state = engine.call(lambda: engine.manager.adopt(state))
+        session._state = engine.call(lambda: adopt(engine.manager, state))
         return session
 
-    def _next(self, planner: Planner, task: Task, options: Options, began: float, unwanted: Unwanted) -> Job:
+    def _next(self, planner: object, task: Task, options: Options, began: float, unwanted: Unwanted) -> Job:
         """The next turn, ready to be queued. The session may be closed while it is prepared."""
         if planner is not self._planner:
             raise RequestError("the session belongs to another planner; use the one that made it")
@@ -149,7 +151,7 @@ class PlannerSession(Conversing):
             self._preparing = True
             known = replace(self._known, tokens=self._state.tokens, pictures=self._state.pictures)
         try:
-            request = planner._preparer.prepare(task, options, began, lambda: self._closed or unwanted(), known)
+            request = self._planner._preparer.prepare(task, options, began, lambda: self._closed or unwanted(), known)
             with self._held():
                 self._wait_for_turn()
                 turn = _Turn(self, request.turn, tools_of(options))

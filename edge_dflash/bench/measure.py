@@ -22,7 +22,7 @@ from edge_dflash.decode.shape import row_steps
 from edge_dflash.errors import BackendError
 from edge_dflash.planner import Planner
 from edge_dflash.result import Plan
-from edge_dflash.runner.job import Observer
+from edge_dflash.runner.observer import Observer
 from edge_dflash.text.tokenizer import Tokenizer
 
 CYCLES, BATCHES, WARM = 20, 5, 2  # timed cycles behind a prefill, how often, and cycles before

@@ -32,8 +32,8 @@ from edge_dflash.bundle.parts import CHUNK, Part, Piece, building_path, tensor_f
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SELFTEST, dump_selftest, load_selftest
 from edge_dflash.common.files import open_regular
+from edge_dflash.common.nested import refuse_nul
 from edge_dflash.common.progress import Progress, Stage, shown
-from edge_dflash.common.rules import refuse_nul
 from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.text.files import FOLDER
 from edge_dflash.weights.layout import words_of

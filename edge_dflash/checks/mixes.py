@@ -14,7 +14,7 @@ from typing import Any
 from edge_dflash.checks.lossless import first_difference
 from edge_dflash.errors import VerificationError
 from edge_dflash.planner import Planner
-from edge_dflash.runner.job import Observer
+from edge_dflash.runner.observer import Observer
 
 MIXES = 8
 

@@ -8,12 +8,13 @@ which keys of a model's config are read; files that only this package writes are
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from edge_dflash.common.rules import FieldError, Rule, Schema, one_of, unknown_name
-from edge_dflash.errors import short
+from edge_dflash.common.rules import FLAG, TEXT, FieldError, Rule, Schema, one_of, such, unknown_name
+from edge_dflash.errors import RequestError, short
 
 
 @dataclass(frozen=True)
@@ -115,3 +116,40 @@ class Tagged:
 
 
 ValueReader: TypeAlias = Rule | Items | Object | Tagged
+
+
+# Rules of what JSON and TOML hold, and their bounds -------------------------------------------------------------------
+
+LINE = such(lambda value: bool(TEXT.take(value).strip()), "text in quotes, not blank", {"type": "string"})
+
+
+def only(why: str, *accepted: object) -> Rule:
+    """A field that is known and has one meaning here: everything but ``accepted`` is refused, not dropped."""
+
+    def same(value: Any) -> bool:  # 1 and 1.0 are equal, 1 and True are not
+        return any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in accepted)
+
+    schema = {"enum": list(accepted), "description": why} if accepted else {"type": "null"}
+    return replace(such(same, "", schema), wanted=why)
+
+
+def as_json(rule: Rule) -> Rule:
+    """The rule where null counts as absent, in JSON's and TOML's words."""
+    return replace(rule, none=False, wanted="give true or false" if rule.take is FLAG.take else rule.wanted)
+
+
+def refuse_nul(values: Mapping[str, Any]) -> None:
+    """Raise RequestError, naming it, for a text or path among the values that holds a NUL."""
+    for name, value in values.items():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, str | os.PathLike) and "\0" in os.fsdecode(one):
+                raise RequestError(f"{name} is {short(os.fsdecode(one))}; give one without NUL (U+0000)")
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether a JSON value has objects or arrays in more levels than ``levels``."""
+    level = [value]
+    for _ in range(levels):
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [inner for inner in level if isinstance(inner, dict | list)]
+    return bool(level)

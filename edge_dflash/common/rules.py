@@ -121,16 +121,6 @@ def one_of(*accepted: str) -> Rule:
     return such(lambda value: isinstance(value, str) and value in accepted, words, {"enum": list(accepted)})
 
 
-def only(why: str, *accepted: object) -> Rule:
-    """A field that is known and has one meaning here: everything but ``accepted`` is refused, not dropped."""
-
-    def same(value: Any) -> bool:  # 1 and 1.0 are equal, 1 and True are not
-        return any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in accepted)
-
-    schema = {"enum": list(accepted), "description": why} if accepted else {"type": "null"}
-    return replace(such(same, "", schema), wanted=why)
-
-
 def either(first: Rule, second: Rule, accepted: str) -> Rule:
     """What the one rule takes, or the other."""
 
@@ -197,14 +187,8 @@ def _texts(value: Any) -> Any:
     return found
 
 
-def as_json(rule: Rule) -> Rule:
-    """The rule where null counts as absent, in JSON's and TOML's words."""
-    return replace(rule, none=False, wanted="give true or false" if rule.take is _flag else rule.wanted)
-
-
 FLAG = Rule(_flag, "give True or False", {"type": "boolean"})
 TEXT = such(lambda value: isinstance(value, str), "a text", {"type": "string"})
-LINE = such(lambda value: bool(TEXT.take(value).strip()), "text in quotes, not blank", {"type": "string"})
 TEXTS = Rule(_texts, "give a text, or several, none of them empty")
 PATH = such(_is_path, "a path, as text without NUL or as a path object")
 FUNCTION = such(callable, "a function")
@@ -250,20 +234,3 @@ def refuse_surrogates(value: Any, where: str) -> None:
     if (place := lone_surrogate(value, where)) is not None:
         why = "holds a lone surrogate (U+D800 to U+DFFF), which is no character; remove it"
         raise FieldError(f"{place[:200]} {why}", place)
-
-
-def refuse_nul(values: Mapping[str, Any]) -> None:
-    """Raise RequestError, naming it, for a text or path among the values that holds a NUL."""
-    for name, value in values.items():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, str | os.PathLike) and "\0" in os.fsdecode(one):
-                raise RequestError(f"{name} is {short(os.fsdecode(one))}; give one without NUL (U+0000)")
-
-
-def is_deeper(value: Any, levels: int) -> bool:
-    """Whether a JSON value has objects or arrays in more levels than ``levels``."""
-    level = [value]
-    for _ in range(levels):
-        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [inner for inner in level if isinstance(inner, dict | list)]
-    return bool(level)

@@ -17,17 +17,6 @@ from edge_dflash.decode.steering import Constraint
 RECENT = 32  # cycles that an estimate looks back on
 
 
-@dataclass(frozen=True)
-class CycleTime:
-    """One measured cycle."""
-
-    propose_seconds: float  # 0 when it was plain
-    verify_seconds: float
-    asked: int | None = None  # drafts that the pace had chosen; None: the cycle was not of its choice
-    drafts: int = 0  # verified
-    accepted: int = 0
-
-
 class _Recent:
     """Seconds of the last RECENT passes of a kind, and their rows; a cycle counts as one row."""
 
@@ -134,13 +123,22 @@ class Pace:
                 recent.forget_slowest()
         return reason
 
-    def record(self, cycle: CycleTime) -> None:
-        """Note a measured cycle, of which the choice of drafts learns."""
-        kind = self.load, cycle.propose_seconds > 0.0
-        self._cycles.setdefault(kind, _Recent()).append(1, cycle.propose_seconds + cycle.verify_seconds)
-        if (choice := self._chooser) and cycle.asked is not None:
-            drafts, accepted = cycle.drafts, cycle.accepted
-            choice.record(cycle.asked, drafts, accepted, cycle.propose_seconds, cycle.verify_seconds)
+    def record(
+        self,
+        propose_seconds: float,
+        verify_seconds: float,
+        asked: int | None = None,
+        drafts: int = 0,
+        accepted: int = 0,
+    ) -> None:
+        """Note a measured cycle, plain if it proposed in 0 seconds, of which the choice of drafts learns.
+
+        ``asked``: drafts that this pace had chosen; None: the number was not of its choice. ``drafts``: verified.
+        """
+        kind = self.load, propose_seconds > 0.0
+        self._cycles.setdefault(kind, _Recent()).append(1, propose_seconds + verify_seconds)
+        if (choice := self._chooser) and asked is not None:
+            choice.record(asked, drafts, accepted, propose_seconds, verify_seconds)
 
 
 class Interrupted(Exception):

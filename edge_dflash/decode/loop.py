@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from edge_dflash.decode.accept import FinishReason
 from edge_dflash.decode.backend import Asked, Cycle, Outcome, Rows
-from edge_dflash.decode.controls import NO_CONTROLS, Controls, CycleTime, Interrupted, Pace
+from edge_dflash.decode.controls import NO_CONTROLS, Controls, Interrupted, Pace
 from edge_dflash.decode.gaze import Gaze
 from edge_dflash.decode.logprobs import TokenLogprob, token_logprobs
 from edge_dflash.decode.options import Request
@@ -65,7 +65,7 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
     answer, backend = _Answer(session, request, controls), session.backend
     pace = answer.pace
     prompt, chunk, entered, seconds = request.prompt, backend.shape.prefill_chunk, False, 0.0
-    done, gaze = session.begin(request), session.gaze(request) if request.pictures else None
+    done, gaze = session.begin(request), session.manager.gaze(request.pictured) if request.pictures else None
     try:
         while True:  # fill: chunk by chunk, and before each the pictures that it shows
             if reason := pace.refuse(controls, partial(answer.fill_seconds, gaze, done)):
@@ -98,7 +98,7 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
         yield Step((), interrupted.reason)
     except BaseException as error:
         if not isinstance(error, GeneratorExit):  # left between two passes
-            session.fail(error)
+            session.manager.failed(error)
         raise
     finally:
         session.resting = True
@@ -155,7 +155,7 @@ class _Answer:
         session.advance(lane, self.tokens)
         verify_seconds = time.perf_counter() - began - cycle.propose_seconds
         chosen = drafts if options.speculative else None
-        pace.record(CycleTime(cycle.propose_seconds, verify_seconds, chosen, cycle.drafts, cycle.accepted))
+        pace.record(cycle.propose_seconds, verify_seconds, chosen, cycle.drafts, cycle.accepted)
         yield Step(
             tuple(self.tokens),
             self.reason,

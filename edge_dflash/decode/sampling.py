@@ -49,16 +49,6 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raise RequestError on a value outside its range."""
-        for name, kinds in (
-            ("temperature", (int, float)),
-            ("top_k", (int,)),
-            ("top_p", (int, float)),
-            ("seed", (int,)),
-        ):
-            if type(getattr(self, name)) not in kinds:
-                raise RequestError(
-                    f"{name} is {getattr(self, name)!r}; give a number{'' if float in kinds else ' without a fraction'}"
-                )
         if not 0.0 <= self.temperature < float("inf"):
             raise RequestError(f"temperature is {self.temperature}; give 0 (greedy) or more")
         if self.temperature < MIN_TEMPERATURE:

@@ -1,6 +1,6 @@
-"""A session as a file.
+"""A session outside of any backend: taken out, saved as a file, loaded and adopted again.
 
-It is safetensors with the tokens (I32), the arrays of its snapshot, and what they belong to. Its ``__metadata__``
+The file is safetensors with the tokens (I32), the arrays of its snapshot, and what they belong to. Its ``__metadata__``
 holds format, version, the bundle's fingerprint, the session's note if it has one, and a SHA-256 of the whole file in
 which its own place holds zeros. It finds damage; it is no signature. Nothing is unpickled. Whether the arrays fit a
 backend is found when they are restored. A session with pictures is of version 2: it has the patches of each different
@@ -16,9 +16,9 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -27,10 +27,11 @@ import numpy as np
 
 from edge_dflash.common.tables import decode, encode
 from edge_dflash.decode.backend import Snapshot
-from edge_dflash.errors import BundleError, CheckpointError, RequestError, StorageError, short
+from edge_dflash.decode.session import Session, SessionManager
+from edge_dflash.errors import BundleError, CheckpointError, ContextError, RequestError, StorageError, short
 from edge_dflash.model.specs import PatchSpec
 from edge_dflash.pictures.picture import PatchedPicture
-from edge_dflash.pictures.pictured import Picture, Pictured, Placed
+from edge_dflash.pictures.pictured import Picture, Pictured, Placed, check_pictures
 from edge_dflash.weights.formats import Array
 from edge_dflash.weights.safetensors import DTYPES, Entry, TensorFiles
 
@@ -107,6 +108,45 @@ class _Shown:
         if {*self.of} != {*range(len(found))}:
             raise ValueError(f"pictures {sorted({*self.of})} of {len(found)} stand in it")
         return tuple(Placed(at, found[of]) for at, of in zip(self.at, self.of, strict=True))
+
+
+def state_of(session: Session) -> Generator[None, None, SessionState]:
+    """All of a session, to be saved. Yields between two chunks of what of its state has to be computed."""
+    snapshot = yield from session.held()
+    return SessionState(session.tokens, snapshot, session.manager.bundle, pictures=session.pictures)
+
+
+def adopt(manager: SessionManager, state: SessionState) -> Session:
+    """A session with the tokens and state of ``state``.
+
+    Raises BundleError when it belongs to another bundle or its pictures were cut for another, RequestError for an id
+    outside the vocabulary and pictures that do not stand on their placeholders, ContextError when it is longer than the
+    context. The arrays of its snapshot become read-only.
+    """
+    if state.fingerprint != manager.bundle:
+        raise BundleError(
+            f"the session's fingerprint is {state.fingerprint}, this bundle's is {manager.bundle}; "
+            "open the bundle that the session was made with, or start a new session"
+        )
+    shape = manager.backend.shape
+    for token in state.tokens:
+        if not 0 <= token < shape.vocab_size:
+            raise RequestError(f"the session has token id {token}, outside the vocabulary of {shape.vocab_size}")
+    if len(state.tokens) > shape.max_context:
+        raise ContextError(
+            f"the session has {len(state.tokens)} tokens, the context holds {shape.max_context}; "
+            "build the bundle with a longer context"
+        )
+    for number, placed in enumerate(state.pictures, 1):
+        if (ours := shape.patches) is not None and (theirs := placed.picture.spec) != ours:
+            name = next(one.name for one in fields(ours) if getattr(ours, one.name) != getattr(theirs, one.name))
+            raise BundleError(
+                f"image {number} of the session has {name} {short(getattr(theirs, name))}, those of this bundle "
+                f"{getattr(ours, name)}; open the bundle that the session was made with, or start a new session"
+            )
+    check_pictures(Pictured(state.tokens, state.pictures), shape.image_token_id)
+    snapshot = state.snapshot.frozen() if state.snapshot else None
+    return Session(manager, state.tokens, snapshot, state.pictures, loaded=True)
 
 
 def save_session(path: Path | str, state: SessionState) -> int:

@@ -18,16 +18,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Sequence
-from dataclasses import fields
 from typing import TypeVar
 
 from edge_dflash.decode.backend import Backend, Snapshot
 from edge_dflash.decode.gaze import Gaze, SeenStore
 from edge_dflash.decode.options import Request
-from edge_dflash.decode.saved import SessionState
 from edge_dflash.decode.store import PrefixStore, Reuse
-from edge_dflash.errors import BackendError, BundleError, ContextError, DeviceLostError, RequestError, short
-from edge_dflash.pictures.pictured import Pictured, Placed, check_pictures
+from edge_dflash.errors import BackendError, DeviceLostError, RequestError
+from edge_dflash.pictures.pictured import Pictured, Placed
 
 
 class Session:
@@ -39,14 +37,16 @@ class Session:
         tokens: Sequence[int],
         snapshot: Snapshot | None,
         pictures: tuple[Placed, ...] = (),
+        *,
+        loaded: bool = False,
     ) -> None:
-        self.reuse = Reuse(0, 0, "nothing")  # of the newest request
+        self.reuse = Reuse(0, "nothing")  # of the newest request
         self.cuts: tuple[int, ...] = ()  # lengths of its prompt at which a chunk has to end
         self.heirs: Sequence[Session] = ()  # who answer its prompt in its place, from the last token on
         self.closed = False
-        self.loaded = False  # its state came from a file, and nobody knows whether it is that of its tokens
+        self.loaded = loaded  # its state came from a file, and nobody knows whether it is that of its tokens
         self.resting = True  # no pass of it comes soon: its lane is the first to be given away
-        self._manager = manager
+        self.manager = manager
         self._tokens, self.pictures = list(tokens), pictures  # pictures: needed to compute the state again
         self._request: Request | None = None  # the newest; older ones have ended
         self._found: tuple[Snapshot | None] | None = None  # what the newest begins with, until its first pass
@@ -58,7 +58,7 @@ class Session:
     @property
     def backend(self) -> Backend:
         """Where its state is computed."""
-        return self._manager.backend
+        return self.manager.backend
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -79,21 +79,19 @@ class Session:
 
         Yields between two chunks of what has to be computed; nothing may come in between.
         """
-        state = yield from self.state()
-        other = Session(self._manager, state.tokens, state.snapshot, state.pictures)
-        other.loaded = self.loaded
-        return other
+        snapshot = yield from self.held()
+        return Session(self.manager, self._tokens, snapshot, self.pictures, loaded=self.loaded)
 
-    def state(self) -> Generator[None, None, SessionState]:
-        """All of the session, to be saved. What was lost of its state is computed, as in :meth:`fork`."""
+    def held(self) -> Generator[None, None, Snapshot | None]:
+        """A snapshot of its state, None before its first token. What was lost is computed, as in :meth:`fork`."""
         self._check_open()
         if self._prompt is not None:
-            self._manager.release(self)
+            self.manager.release(self)
             self._settle()
         if self.snapshot is None and self._tokens:
-            lane = yield from self._manager.bring(self)
-            self.snapshot = self._manager.lanes.snapshot(lane)
-        return SessionState(self.tokens, self.snapshot, self._manager.bundle, pictures=self.pictures)
+            lane = yield from self.manager.bring(self)
+            self.snapshot = self.manager.lanes.snapshot(lane)
+        return self.snapshot
 
     # for the loop -----------------------------------------------------------------------------------------------------
 
@@ -103,14 +101,10 @@ class Session:
         ``again``: others may have used the lanes since the first time, and no chunk was computed.
         """
         self._check_open()
-        self.reuse, snapshot = self._manager.find(self, request.identities, counted=not again)
+        self.reuse, snapshot = self.manager.find(self, request.identities, counted=not again)
         self._request, self._found, self._chunked = request, (snapshot,), 0
         self.cuts = (*self._kept(request), *((len(request.prompt) - 1,) if self.heirs else ()))
         return self.reuse.tokens
-
-    def gaze(self, request: Request) -> Gaze:
-        """The pictures of a request, for the chunks of its prompt."""
-        return self._manager.gaze(request.pictured)
 
     def answers(self, request: Request) -> bool:
         """Whether ``request`` is the newest of an open session."""
@@ -119,17 +113,17 @@ class Session:
     def enter(self) -> int:
         """The lane that holds the state before the next pass, brought there if need be."""
         self.resting = False
-        self._manager.lanes.enter(lane := self._enter())
+        self.manager.lanes.enter(lane := self._enter())
         return lane
 
     def _enter(self) -> int:
         if self._found is not None:
             (snapshot,), self._found = self._found, None
-            return self._manager.place(self, self.reuse, snapshot)
+            return self.manager.place(self, self.reuse, snapshot)
         if self._chunked and self._prompt is None:  # the tokens' own state was asked for between two chunks
-            self._manager.release(self)
+            self.manager.release(self)
             self.stand_in(self._request.pictured if self._request else Pictured(()), self._chunked)
-        return to_end(self._manager.bring(self))
+        return to_end(self.manager.bring(self))
 
     def stand_in(self, prompt: Pictured, rows: int) -> None:
         """The state is that of the first ``rows`` tokens of a prompt now."""
@@ -140,14 +134,14 @@ class Session:
         assert self._request is not None
         prompt, self._chunked, kept = self._request.pictured, rows, self._kept(self._request)
         self.stand_in(prompt, rows)
-        self._manager.lanes.occupy(self, lane)
+        self.manager.lanes.occupy(self, lane)
         if rows in kept:
-            self._manager.store.put(prompt.identities[:rows], self._manager.lanes.snapshot(lane))
+            self.manager.store.put(prompt.identities[:rows], self.manager.lanes.snapshot(lane))
         if self.heirs and rows == len(prompt.ids) - 1:
             for heir in self.heirs:
                 heir.stand_in(prompt, rows)
             self._request = None  # they have it
-            self._manager.lanes.share(lane, self.heirs)
+            self.manager.lanes.share(lane, self.heirs)
 
     def advance(self, lane: int, tokens: Sequence[int], *, first: bool = False) -> None:
         """Take over what a step delivers; the ``first`` brings its prompt, which replaces what was there."""
@@ -156,16 +150,12 @@ class Session:
             self._tokens, self.pictures, self._chunked = list(self._request.prompt), self._request.pictures, 0
         self._tokens.extend(tokens)
         self._settle()
-        self._manager.lanes.occupy(self, lane)
-
-    def fail(self, error: BaseException) -> None:
-        """A pass failed: the states in the lanes are given up, unless the error says that no pass was cut short."""
-        self._manager.failed(error)
+        self.manager.lanes.occupy(self, lane)
 
     def _kept(self, request: Request) -> tuple[int, ...]:
         """Lengths of the prompt whose state goes to the prefix store: never one made of a file's."""
         foreign = self.loaded and self.reuse.source == "session"
-        return request.keep if self._manager.store.budget and not foreign else ()
+        return request.keep if self.manager.store.budget and not foreign else ()
 
     def _settle(self) -> None:
         """The state is that of the tokens; what was parked moved on."""
@@ -195,48 +185,6 @@ class SessionManager:
         """A session without tokens."""
         return Session(self, (), None)
 
-    def adopt(self, state: SessionState) -> Session:
-        """A session with the tokens and state of ``state``.
-
-        Raises BundleError when it belongs to another bundle or its pictures were cut for another, RequestError for an
-        id outside the vocabulary and pictures that do not stand on their placeholders, ContextError when it is longer
-        than the context. The arrays of its snapshot become read-only.
-        """
-        if state.fingerprint != self.bundle:
-            raise BundleError(
-                f"the session's fingerprint is {state.fingerprint}, this bundle's is {self.bundle}; "
-                "open the bundle that the session was made with, or start a new session"
-            )
-        shape = self.backend.shape
-        for token in state.tokens:
-            if not 0 <= token < shape.vocab_size:
-                raise RequestError(f"the session has token id {token}, outside the vocabulary of {shape.vocab_size}")
-        if len(state.tokens) > shape.max_context:
-            raise ContextError(
-                f"the session has {len(state.tokens)} tokens, the context holds {shape.max_context}; "
-                "build the bundle with a longer context"
-            )
-        self._check_patches(state)
-        check_pictures(Pictured(state.tokens, state.pictures), shape.image_token_id)
-        session = Session(self, state.tokens, state.snapshot.frozen() if state.snapshot else None, state.pictures)
-        session.loaded = True
-        return session
-
-    def _check_patches(self, state: SessionState) -> None:
-        """Raise BundleError for pictures that were cut otherwise than this bundle cuts them."""
-        ours = self.backend.shape.patches
-        for number, placed in enumerate(state.pictures, 1):
-            if ours is not None and (theirs := placed.picture.spec) != ours:
-                name = next(one.name for one in fields(ours) if getattr(ours, one.name) != getattr(theirs, one.name))
-                raise BundleError(
-                    f"image {number} of the session has {name} {short(getattr(theirs, name))}, those of this bundle "
-                    f"{getattr(ours, name)}; open the bundle that the session was made with, or start a new session"
-                )
-
-    def vacate(self) -> None:
-        """Park the sessions that are in lanes, so that the backend may be used otherwise for a while."""
-        self.lanes.vacate()
-
     def gaze(self, sequence: Pictured) -> Gaze:
         """The pictures of a sequence, for its chunks."""
         return Gaze(sequence, self.backend, self.seen)
@@ -255,8 +203,8 @@ class SessionManager:
         own = held if same else 0
         stored = self.store.longest(tokens[:-1], longer_than=own, counted=counted)
         if stored is not None:
-            return Reuse(stored.length, len(tokens), "store"), stored
-        return Reuse(own, len(tokens), "session" if own else "nothing"), session.snapshot if own else None
+            return Reuse(stored.length, "store"), stored
+        return Reuse(own, "session" if own else "nothing"), session.snapshot if own else None
 
     def place(self, session: Session, reuse: Reuse, snapshot: Snapshot | None) -> int:
         """Put what :meth:`find` gave into a lane, where it is nobody's until somebody occupies it."""

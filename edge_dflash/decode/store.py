@@ -22,13 +22,7 @@ class Reuse:
     """What a request need not compute again."""
 
     tokens: int  # leading tokens of the prompt whose state was there already
-    prompt_tokens: int
     source: Literal["session", "store", "nothing"]
-
-    @property
-    def prefilled(self) -> int:
-        """Tokens of the prompt that the request computes."""
-        return self.prompt_tokens - self.tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.footprint import memory_bytes, stored_bytes
 from edge_dflash.common.files import directory
-from edge_dflash.common.rules import refuse_nul
+from edge_dflash.common.nested import refuse_nul
 from edge_dflash.errors import ConfigError, EdgeDflashError
 from edge_dflash.install import releases
 from edge_dflash.install.host import ACTIVATED, CONFIG, ENABLED, FILES, SERVICE, TCP, Host, InstallPaths, host_of

@@ -6,12 +6,13 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from edge_dflash.errors import RequestError
 from edge_dflash.result import Increment, Plan
-from edge_dflash.runner.stream import PlanStream, another
+from edge_dflash.runner.stream import PlanStream, Ticket, another
 
+T = TypeVar("T")
 Unwanted: TypeAlias = Callable[[], bool]
 """Whether who asks has gone, asked while a request is prepared."""
 
@@ -37,7 +38,7 @@ class AsyncPlanStream(AsyncIterator[Increment]):
     @staticmethod
     async def _read(stream: PlanStream) -> AsyncIterator[Increment]:
         read = stream._job.reader()
-        async for given in stream._ticket:
+        async for given in each(stream._ticket):
             yield read(given)
 
     async def __aenter__(self) -> AsyncPlanStream:
@@ -71,7 +72,7 @@ class AsyncPlanStream(AsyncIterator[Increment]):
 
     async def result(self) -> Plan:
         """The whole plan. Raises the request's error if it has one."""
-        return await (await self._started())._ticket.finished()
+        return await finished((await self._started())._ticket)
 
     @property
     def plan(self) -> Plan:
@@ -94,6 +95,52 @@ class AsyncPlanStream(AsyncIterator[Increment]):
                 self._cancelled = True
                 raise
         return self._stream
+
+
+async def each(ticket: Ticket[T]) -> AsyncIterator[T]:
+    """Increments of a ticket, as a loop over it gives them."""
+    seen = 0
+    while True:
+        await _wait_beyond(ticket, seen)
+        new = ticket.increments[seen:]
+        for increment in new:
+            yield increment
+        seen += len(new)
+        if not new:
+            ticket.outcome()
+            return
+
+
+async def finished(ticket: Ticket[Any]) -> Plan:
+    """``ticket.result()``, awaited."""
+    await _wait_beyond(ticket, None)
+    return ticket.outcome()
+
+
+async def _wait_beyond(ticket: Ticket[Any], seen: int | None) -> None:
+    """Wait in the running loop for more than ``seen`` increments (None: however many) or the end.
+
+    Nothing here blocks the loop, and cancelling a task that waits cancels the request.
+    """
+    ticket.refuse_own_thread()
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake() -> None:
+        if ticket.beyond(seen):
+            loop.call_soon_threadsafe(event.set)
+
+    with ticket.changed:
+        if ticket.beyond(seen):
+            return
+        ticket.wakers.append(wake)
+    try:
+        await event.wait()
+    except asyncio.CancelledError:
+        ticket.cancel()
+        raise
+    finally:
+        with ticket.changed:
+            ticket.wakers.remove(wake)
 
 
 def apart(begin: Callable[[Unwanted], Sequence[PlanStream]], count: int) -> tuple[AsyncPlanStream, ...]:

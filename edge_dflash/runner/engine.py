@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -25,8 +24,10 @@ from edge_dflash.decode.drafts import draft_choice
 from edge_dflash.decode.loop import Step, given
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
-from edge_dflash.errors import DeviceLostError, EngineFailedError, QueueFullError, RequestCancelledError, RequestError
-from edge_dflash.runner.job import Job, Observer
+from edge_dflash.errors import EngineFailedError, QueueFullError, RequestError
+from edge_dflash.runner.calls import EngineCall, in_one_step, is_fatal
+from edge_dflash.runner.job import Job
+from edge_dflash.runner.observer import Observer
 from edge_dflash.runner.queue import Queue
 from edge_dflash.runner.settings import EngineSettings
 from edge_dflash.runner.stream import another
@@ -35,7 +36,6 @@ T = TypeVar("T")
 
 log = logging.getLogger("edge_dflash.runner")
 
-_OVER = object()
 _NOTHING = Step((), None)  # of a call, which decodes nothing
 
 
@@ -46,18 +46,6 @@ class Turn:
     first: Sequence[Job]
     together: Sequence[Job] = ()
     ending: bool = False  # whether these jobs end without a pass
-
-
-class EngineCall(Future[T]):
-    """A small work of another thread, done between two turns of the requests, or step by step between several."""
-
-    def __init__(self, steps: Callable[[], Generator[None, None, T]]) -> None:
-        super().__init__()
-        self.begun = False
-        self.steps = self._run(steps)
-
-    def _run(self, steps: Callable[[], Generator[None, None, T]]) -> Generator[None, None, None]:
-        self.set_result((yield from steps()))
 
 
 class Engine:
@@ -85,7 +73,7 @@ class Engine:
         self._calls: deque[EngineCall[Any]] = deque()
         self._called = False  # whether the newest turn was the last one of a call
         self._closed = self._cancels = False  # whether it takes no more; whether it drops what is there, too
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # what ended it
         self._last: Callable[[], None] | None = None  # what its thread does in the end
         self._thread = threading.Thread(target=self._work, name="edge-dflash engine", daemon=True)
         self._thread.start()
@@ -95,11 +83,6 @@ class Engine:
         """Number of requests in the queue, the running ones not counted."""
         with self._changed:
             return len(self._queue)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What ended the engine; None while it works, and when it was closed."""
-        return self._failure
 
     @property
     def here(self) -> bool:
@@ -154,6 +137,10 @@ class Engine:
                     self._leave(one)
                     return
 
+    def call(self, function: Callable[[], T]) -> T:
+        """:meth:`run` for a function."""
+        return self.run(in_one_step(function))
+
     def run(self, steps: Callable[[], Generator[None, None, T]]) -> T:
         """Run a small work between two turns of the requests, and wait for it. Takes no place in the queue.
 
@@ -167,15 +154,6 @@ class Engine:
             self._calls.append(call)
             self._changed.notify_all()
         return call.result()
-
-    def call(self, function: Callable[[], T]) -> T:
-        """:meth:`run` for a function."""
-
-        def steps() -> Generator[None, None, T]:
-            yield
-            return function()
-
-        return self.run(steps)
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
         """Take no more requests; run those that wait (``drain``) or cancel all; wait for the thread to end.
@@ -202,8 +180,8 @@ class Engine:
             let_go()
 
     def _check_open(self) -> None:
-        if self._failure is not None:
-            raise _failed(self._failure)
+        if self.failure is not None:
+            raise _failed(self.failure)
         if self._closed:
             raise RequestError("the engine is closed and takes no more requests; open it again")
 
@@ -303,7 +281,7 @@ class Engine:
         if error is None:
             assert plan is not None
             job.ticket.succeed(plan)
-        elif _is_fatal(error):
+        elif is_fatal(error):
             raise error
         else:
             _fail(job, error)
@@ -324,9 +302,7 @@ class Engine:
                 self._tell("ended")
         self._running = [job for job in self._running if job.wanted]
         while self._cancels and self._calls:
-            call = self._calls.popleft()
-            call.steps.close()
-            call.set_exception(RequestCancelledError("the engine was closed meanwhile; open it again"))
+            self._calls.popleft().drop()
 
     def _admit(self) -> None:
         """Give lanes to what waits: free ones, and those of what is less urgent."""
@@ -377,16 +353,8 @@ class Engine:
     def _step(self, call: EngineCall[Any]) -> None:
         """Do one step of a call. Its error is its own, unless no engine survives it."""
         if not call.begun:
-            call.begun = True
             self._tell("started")
-        try:
-            over = next(call.steps, _OVER) is _OVER
-        except BaseException as error:
-            if _is_fatal(error):
-                raise
-            call.set_exception(error)
-            over = True
-        if not over:
+        if not call.step():
             self._tell("step", _NOTHING)
             return
         self._tell("ended")
@@ -408,7 +376,7 @@ class Engine:
         """Close, settle what was interrupted, and fail every ticket that has not ended."""
         with self._changed:
             interrupted, waiting = self._running, list(self._queue)
-            self._failure, self._closed, self._running, self._queue = error, True, [], Queue(1)
+            self.failure, self._closed, self._running, self._queue = error, True, [], Queue(1)
             calls, self._calls = self._calls, deque()
         left = [one for job in (*interrupted, *waiting) for one in job.group if not one.ticket.done]
         with contextlib.suppress(BaseException):  # there may be no memory for it
@@ -455,11 +423,6 @@ def turn_of(running: Sequence[Job], lanes: int, *, prompts: bool) -> Turn:
 def active_of(running: Sequence[Job], lanes: int) -> list[Job]:
     """Those of the jobs, the first begun first, that have the lanes: the most urgent."""
     return sorted(running, key=lambda job: -job.priority)[:lanes]
-
-
-def _is_fatal(error: BaseException) -> bool:
-    """Whether no engine survives an error of a request."""
-    return isinstance(error, MemoryError | DeviceLostError) or not isinstance(error, Exception)
 
 
 def _fail(job: Job, error: BaseException) -> None:

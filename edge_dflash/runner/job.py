@@ -1,4 +1,4 @@
-"""A request from the queue to its plan, and who watches it."""
+"""A request from the queue to its plan."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Job:
     def _shared_prompt(self, group: Sequence[Job]) -> Turns:
         """Compute the prompt but its last token, and leave its state to each of the group."""
         shared, prompt = self._manager.open(), self.request.identities
-        if self._manager.find(shared, prompt, counted=False)[0].prefilled == 1:  # each of them finds it
+        if self._manager.find(shared, prompt, counted=False)[0].tokens == len(prompt) - 1:  # each of them finds it
             return
         self._shared, shared.heirs = shared, [one._session for one in group]
         given_up = Controls(
@@ -196,33 +196,3 @@ class Job:
             drafting=made.drafting,
             seed=options.seed,
         )
-
-
-class Observer(Protocol):
-    """Who watches an engine. Called by it between two passes, on its thread: must be quick, and wait for no request.
-
-    A subclass overrides what it wants to be told. What it raises ends nothing.
-    """
-
-    def started(self) -> None:
-        """A request, or a small work between two, begins to run."""
-        return
-
-    def step(self, step: Step) -> None:
-        """Tokens were committed, or the request ends."""
-        return
-
-    def passed(self, lanes: int, rows: int) -> None:
-        """A cycle ran, of one lane or of several: its verify pass had so many rows."""
-        return
-
-    def aside(self) -> None:
-        """A running request gives its lane to a more urgent one."""
-        return
-
-    def ended(self) -> None:
-        """It runs no more, however it ended."""
-        return
-
-
-OBSERVED = tuple(name for name in vars(Observer) if not name.startswith("_"))

@@ -5,10 +5,9 @@ Used from any thread and from any asyncio loop, and filled by one thread.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -22,8 +21,8 @@ T = TypeVar("T")
 class Ticket(Generic[T]):
     """What a request gives: its increments, then its plan or its error.
 
-    Every loop over a ticket sees all increments from the first, and ends with the request's error if it has one. In
-    asyncio nothing here blocks the loop, and cancelling a task that waits for a ticket cancels the request.
+    Every loop over a ticket sees all increments from the first, and ends with the request's error if it has one.
+    :mod:`edge_dflash.runner.astream` waits for it in asyncio.
     """
 
     def __init__(self, name: str = "the request", cancel: Callable[[], object] = lambda: None) -> None:
@@ -32,12 +31,12 @@ class Ticket(Generic[T]):
         self.thread: threading.Thread | None = None  # that fills it, on which nothing may wait for it
         self.state: Literal["queued", "running", "done", "failed"] = "queued"
         self._name = name
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()  # guards the next two
         self._ended = threading.Event()  # who waits for the end is not woken for every increment
-        self._increments: list[T] = []
+        self.increments: list[T] = []
+        self.wakers: list[Callable[[], object]] = []  # called at every change
         self._plan: Plan | None = None
         self._error: BaseException | None = None
-        self._wakers: list[Callable[[], object]] = []
 
     @property
     def done(self) -> bool:
@@ -51,78 +50,41 @@ class Ticket(Generic[T]):
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the end. Raises TimeoutError after ``timeout`` seconds, RequestError on the thread that fills it."""
-        self._refuse_own_thread()
+        self.refuse_own_thread()
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self._name} is {self.state} after {timeout} s; wait longer, or cancel it")
 
     def result(self, timeout: float | None = None) -> Plan:
         """Wait for the end and return the plan; raises the request's error, and as :meth:`wait` does."""
         self.wait(timeout)
-        return self._outcome()
-
-    async def finished(self) -> Plan:
-        """:meth:`result` for asyncio."""
-        await self._wait_beyond(None)
-        return self._outcome()
+        return self.outcome()
 
     def __iter__(self) -> Iterator[T]:
         seen = 0
         while True:
-            self._refuse_own_thread()
-            with self._changed:
-                self._changed.wait_for(partial(self._beyond, seen))
-                new = self._increments[seen:]
+            self.refuse_own_thread()
+            with self.changed:
+                self.changed.wait_for(partial(self.beyond, seen))
+                new = self.increments[seen:]
             yield from new
             seen += len(new)
             if not new:
-                self._outcome()
+                self.outcome()
                 return
 
-    async def __aiter__(self) -> AsyncIterator[T]:
-        seen = 0
-        while True:
-            await self._wait_beyond(seen)
-            new = self._increments[seen:]
-            for increment in new:
-                yield increment
-            seen += len(new)
-            if not new:
-                self._outcome()
-                return
-
-    def _refuse_own_thread(self) -> None:
+    def refuse_own_thread(self) -> None:
         """Raise RequestError where who waits is who would have to go on."""
         if self.here and not self.done:
             raise RequestError(
                 f"{self._name} is waited for on the engine's own thread, as by an observer; wait on another thread"
             )
 
-    async def _wait_beyond(self, seen: int | None) -> None:
-        """Wait in the running loop for more than ``seen`` increments (None: however many) or the end."""
-        self._refuse_own_thread()
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
+    def beyond(self, seen: int | None) -> bool:
+        """Whether there are more than ``seen`` increments (None: however many), or it has ended."""
+        return self.done or (seen is not None and len(self.increments) > seen)
 
-        def wake() -> None:
-            if self._beyond(seen):
-                loop.call_soon_threadsafe(event.set)
-
-        with self._changed:
-            if self._beyond(seen):
-                return
-            self._wakers.append(wake)
-        try:
-            await event.wait()
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        finally:
-            with self._changed:
-                self._wakers.remove(wake)
-
-    def _beyond(self, seen: int | None) -> bool:
-        return self.done or (seen is not None and len(self._increments) > seen)
-
-    def _outcome(self) -> Plan:
+    def outcome(self) -> Plan:
+        """The plan of a request that has ended. Raises its error."""
         if self._error is not None:
             raise self._error
         assert self._plan is not None
@@ -136,8 +98,8 @@ class Ticket(Generic[T]):
 
     def add(self, increment: T) -> None:
         """More of it is final."""
-        with self._changed:
-            self._increments.append(increment)
+        with self.changed:
+            self.increments.append(increment)
             self._wake()
 
     def succeed(self, plan: Plan) -> None:
@@ -149,14 +111,14 @@ class Ticket(Generic[T]):
         self._end("failed", None, error)
 
     def _end(self, state: Literal["done", "failed"], plan: Plan | None, error: BaseException | None) -> None:
-        with self._changed:
+        with self.changed:
             self.state, self._plan, self._error = state, plan, error
             self._ended.set()
             self._wake()
 
     def _wake(self) -> None:
-        self._changed.notify_all()
-        for wake in self._wakers:
+        self.changed.notify_all()
+        for wake in self.wakers:
             try:
                 wake()
             except RuntimeError:  # its loop was closed: nobody waits there any more
@@ -186,15 +148,15 @@ class PlanStream(Iterator[Increment]):
     def __init__(self, job: Streamed, owner: object) -> None:
         """Read what a job gives; ``owner`` is kept alive meanwhile. Made by Planner.stream."""
         self._job, self._ticket, self._owner = job, job.ticket, owner
-        self._increments: Iterator[Increment] | None = None  # made when they are read
+        self.increments: Iterator[Increment] | None = None  # made when they are read
         self._closed = False
 
     def __next__(self) -> Increment:
         if self._closed:
             raise StopIteration
-        if self._increments is None:
-            self._increments = map(self._job.reader(), self._ticket)
-        return next(self._increments)
+        if self.increments is None:
+            self.increments = map(self._job.reader(), self._ticket)
+        return next(self.increments)
 
     def __enter__(self) -> PlanStream:
         return self

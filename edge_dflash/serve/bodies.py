@@ -11,9 +11,9 @@ import re
 from functools import cache, partial
 from typing import Any
 
-from edge_dflash.common.nested import Items, Object, Tagged, ValueReader
+from edge_dflash.common.nested import Items, Object, Tagged, ValueReader, as_json, only
 from edge_dflash.common.rules import FLAG as PYTHON_FLAG
-from edge_dflash.common.rules import TEXT, Rule, Schema, as_json, number, one_of, only, whole
+from edge_dflash.common.rules import TEXT, Rule, Schema, number, one_of, whole
 from edge_dflash.decode.logprobs import MOST_ALTERNATIVES
 from edge_dflash.decode.options import DECLARED
 from edge_dflash.runner.planning import MOST_CANDIDATES

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, cast
 
 from edge_dflash.backends.selftest import Mode
 from edge_dflash.common.files import read_text
-from edge_dflash.common.nested import Object
-from edge_dflash.common.rules import FLAG, TEXT, FieldError, Rule, as_json, number, one_of, whole
+from edge_dflash.common.nested import Object, as_json
+from edge_dflash.common.rules import FLAG, TEXT, FieldError, Rule, number, one_of, whole
 from edge_dflash.errors import ConfigError
 from edge_dflash.runner.settings import OpenSettings
 

@@ -24,7 +24,8 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edge_dflash.common.rules import FieldError, is_deeper, refuse_surrogates
+from edge_dflash.common.nested import is_deeper
+from edge_dflash.common.rules import FieldError, refuse_surrogates
 from edge_dflash.errors import ConfigError
 from edge_dflash.serve.config import ServeConfig
 from edge_dflash.serve.errors import Refusal

@@ -19,7 +19,7 @@ from edge_dflash.board.state import BoardState, EnergyMeter
 from edge_dflash.decode.loop import Step
 from edge_dflash.decode.shape import MOST_LANES
 from edge_dflash.result import Plan
-from edge_dflash.runner.job import Observer
+from edge_dflash.runner.observer import Observer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT = (0.001, 0.002, 0.004, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)

@@ -56,13 +56,6 @@ def content_text(content: object, where: str) -> str | None:
     return "".join(texts)
 
 
-def with_text(message: Message, index: int) -> Message:
-    """The message with its content as one text; what else is wrong with it is found when it is rendered."""
-    if not isinstance(message, Mapping) or isinstance(message.get("content"), str | None):
-        return message
-    return {**message, "content": content_text(message["content"], f"content of message {index}")}
-
-
 def for_templates(message: Message, index: int) -> Message:
     """A message as templates want it: ``content`` is there, and arguments of tool calls are objects.
 

@@ -15,7 +15,7 @@ from edge_dflash.builder.card import CARD
 from edge_dflash.bundle.manifest import MANIFEST
 from edge_dflash.bundle.parts import building_path
 from edge_dflash.common.files import is_there, write_whole
-from edge_dflash.common.rules import refuse_nul
+from edge_dflash.common.nested import refuse_nul
 from edge_dflash.errors import RequestError
 
 RUN, DONE = "run.json", "done.json"

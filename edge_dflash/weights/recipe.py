@@ -14,8 +14,8 @@ from sys import float_info
 from typing import Literal
 
 from edge_dflash.common.files import directory, is_file
-from edge_dflash.common.nested import Items, Object
-from edge_dflash.common.rules import LINE, TEXT, either, number, one_of, only, whole
+from edge_dflash.common.nested import LINE, Items, Object, only
+from edge_dflash.common.rules import TEXT, either, number, one_of, whole
 from edge_dflash.common.tables import read_yaml
 from edge_dflash.errors import RecipeError
 from edge_dflash.model.program import WeightSpec

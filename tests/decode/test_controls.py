@@ -5,16 +5,16 @@ import pytest
 from fakes import SHAPE
 
 from edge_dflash.decode import drafts as drafts_module
-from edge_dflash.decode.controls import RECENT, CycleTime, Pace, Patience
+from edge_dflash.decode.controls import RECENT, Pace, Patience
 from edge_dflash.decode.drafts import EVERY, LIMIT_SECONDS, REPEATS, DraftChoice
 
-GOOD = CycleTime(0.2, 1.0)
-PLAIN = CycleTime(0.0, 1.0)
+GOOD = (0.2, 1.0)
+PLAIN = (0.0, 1.0)
 
 
 def feed(pace, cycle, times):
     for _ in range(times):
-        pace.record(cycle)
+        pace.record(*cycle)
 
 
 def test_nothing_is_known_at_first():
@@ -26,13 +26,13 @@ def test_nothing_is_known_at_first():
 
 def test_the_estimate_is_the_longest_recent_cycle():
     pace = Pace()
-    pace.record(CycleTime(1.0, 4.0))
+    pace.record(1.0, 4.0)
     feed(pace, GOOD, RECENT - 1)
     assert pace.cycle_seconds(speculative=True) == 5.0
-    pace.record(GOOD)
+    pace.record(*GOOD)
     assert pace.cycle_seconds(speculative=True) == 1.2
     assert pace.cycle_seconds(speculative=False) == 1.2  # no plain cycle is known
-    pace.record(PLAIN)
+    pace.record(*PLAIN)
     assert pace.cycle_seconds(speculative=False) == 1.0
 
 
@@ -51,8 +51,8 @@ def test_one_very_long_pass_does_not_refuse_all_for_ever():
     pace = Pace()
     pace.record_prefill(50, 0.1)
     pace.record_prefill(50, 60.0)
-    for cycle in (GOOD, CycleTime(0.2, 60.0), PLAIN, CycleTime(0.0, 60.0)):
-        pace.record(cycle)
+    for cycle in (GOOD, (0.2, 60.0), PLAIN, (0.0, 60.0)):
+        pace.record(*cycle)
     pace.refuse(Patience(cancelled=lambda: True), lambda: 0.0)
     assert pace.cycle_seconds(speculative=True) == 60.2
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_short_prefills_say_nothing_about_long_ones():
 def test_every_cycle_drafts_all_or_what_was_asked_for_unless_the_number_is_chosen():
     for fixed in (None, 0, 2):
         pace = Pace(fixed)
-        feed(pace, CycleTime(5.0, 1.0, fixed, fixed or 4, 0), 50)
+        feed(pace, (5.0, 1.0, fixed, fixed or 4, 0), 50)
         assert pace.drafts == fixed
 
 
@@ -83,9 +83,9 @@ def test_a_chosen_number_follows_the_cycles_that_were_of_its_choice():
     choice = DraftChoice(4, {0: 1.0, 4: 4.0})
     pace = Pace(choice)
     assert pace.drafts == 4
-    feed(pace, CycleTime(0.0, 1.0), 50)  # plain decoding that was asked for says nothing of the drafter
+    feed(pace, (0.0, 1.0), 50)  # plain decoding that was asked for says nothing of the drafter
     assert pace.drafts == 4
-    feed(pace, CycleTime(1.0, 3.0, 4, 4, 0), 8)
+    feed(pace, (1.0, 3.0, 4, 4, 0), 8)
     assert pace.drafts == 0
 
 
@@ -132,7 +132,7 @@ def test_a_load_whose_rows_cost_more_chooses_fewer_drafts(monkeypatch):
         for _ in range(EVERY):
             drafts = pace.drafts
             accepted = min(3, drafts)
-            pace.record(CycleTime(0.0, rows_that_cost(load * (drafts + 1)), drafts, drafts, accepted))
+            pace.record(0.0, rows_that_cost(load * (drafts + 1)), drafts, drafts, accepted)
         chosen[load] = pace.drafts
     assert chosen[1] == chosen[2] == 7
     assert chosen[8] < chosen[4] <= 7

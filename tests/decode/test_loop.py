@@ -8,7 +8,7 @@ from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from edge_dflash.decode.controls import Controls, CycleTime, Pace
+from edge_dflash.decode.controls import Controls, Pace
 from edge_dflash.decode.drafts import DraftChoice
 from edge_dflash.decode.generation import collect, generate, stream
 from edge_dflash.decode.options import Options
@@ -218,7 +218,7 @@ def test_a_deadline_that_the_prefill_cannot_meet_starts_nothing():
 
 def test_no_cycle_starts_that_cannot_end_in_time():
     b, pace = backend("qwen3_5"), Pace()
-    pace.record(CycleTime(50.0, 50.0))
+    pace.record(50.0, 50.0)
     controls = Controls(deadline=time.perf_counter() + 30.0, pace=pace)
     result = generate(b, PROMPT, FORTY, controls=controls)
     assert (result.tokens, result.finish_reason) == ((FULL[0],), "deadline")
@@ -238,7 +238,7 @@ def test_plain_fallback_changes_the_time_and_not_the_tokens():
     b = backend("qwen3_5")
     pace = Pace(DraftChoice(b.shape.drafts))
     for _ in range(16):
-        pace.record(CycleTime(1e3, 1e-3, b.shape.drafts, b.shape.drafts, 0))
+        pace.record(1e3, 1e-3, b.shape.drafts, b.shape.drafts, 0)
     assert pace.drafts == 0
     result = generate(b, PROMPT, FORTY, controls=Controls(pace=pace))
     assert list(result.tokens) == FULL[:40]

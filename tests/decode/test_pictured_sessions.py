@@ -21,7 +21,7 @@ from edge_dflash.decode.gaze import SeenStore
 from edge_dflash.decode.generation import collect
 from edge_dflash.decode.loop import turns
 from edge_dflash.decode.options import Options, admit
-from edge_dflash.decode.saved import SessionState
+from edge_dflash.decode.saved import SessionState, adopt
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore, Reuse
 from edge_dflash.errors import BackendError, RequestError
@@ -78,7 +78,7 @@ def test_a_session_goes_on_behind_its_pictures_and_another_pixel_begins_anew():
     held = len(session.tokens) - 1
     more = going_on(session, [7], OTHER, NEXT)
     tokens(session, more)
-    assert session.reuse == Reuse(held, len(more.ids), "session")
+    assert session.reuse == Reuse(held, "session")
     assert eyes.done() == (1, len(more.ids) - held)
     assert (manager.seen.stats.hits, manager.seen.stats.misses) == (0, 2)
     for frame, reused in ((changed(OTHER), 0), (OTHER, 0)):  # the state of the second one is gone, its rows are not
@@ -100,16 +100,16 @@ def test_prefixes_end_anywhere_and_are_found_by_what_the_pictures_show():
     eyes.done()
     found = manager.open()
     assert tokens(found, said) == cold
-    assert (found.reuse, eyes.done()) == (Reuse(10, 12, "store"), (0, 2))
+    assert (found.reuse, eyes.done()) == (Reuse(10, "store"), (0, 2))
     found = manager.open()
     tokens(found, other)
-    assert (found.reuse, eyes.done()) == (Reuse(4, 12, "store"), (1, 8))
+    assert (found.reuse, eyes.done()) == (Reuse(4, "store"), (1, 8))
     inside = manager.open()
     tokens(inside, mixed(SYSTEM, FRAME, NEXT).until(12))
     assert inside.reuse.tokens == 10
     placeholders = manager.open()
     tokens(placeholders, Pictured(said.ids))  # the ids alone are a text
-    assert placeholders.reuse == Reuse(4, 12, "store")
+    assert placeholders.reuse == Reuse(4, "store")
     assert manager.store.stats.misses == 1
 
 
@@ -176,7 +176,7 @@ def test_a_lost_state_is_computed_again_with_its_pictures():
     with pytest.raises(RequestError, match="snapshot has delta -6, its images make -3"):
         replace(state, pictures=state.pictures[:1])
     with pytest.raises(RequestError, match=r"image 1 has 6 rows from token 5 on"):
-        manager.adopt(replace(state, pictures=(Placed(5, FRAME), state.pictures[1])))
+        adopt(manager, replace(state, pictures=(Placed(5, FRAME), state.pictures[1])))
 
 
 # the tower's passes --------------------------------------------------------------------------------------------------
@@ -302,9 +302,9 @@ def test_any_history_with_pictures_gives_the_toy_targets_own_tokens(ops, store, 
         if op == "fork":
             sessions[(who + number) % 3] = forked(session)
         elif op == "adopt":
-            sessions[who] = manager.adopt(state_of(session))
+            sessions[who] = adopt(manager, state_of(session))
         elif op == "vacate":
-            manager.vacate()
+            manager.lanes.vacate()
         elif op == "lose":
             manager.release(session)
         elif len((said := said_next(session, op, number)).ids) < 120:

@@ -18,7 +18,7 @@ from edge_dflash.decode import saved
 from edge_dflash.decode.backend import Precision, Snapshot
 from edge_dflash.decode.generation import collect
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.saved import SessionState, load_session, save_session
+from edge_dflash.decode.saved import SessionState, adopt, load_session, save_session
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.pictures.pictured import Pictured, Placed
@@ -67,7 +67,7 @@ def test_a_loaded_session_goes_on_with_the_same_tokens_and_accept_lengths(tmp_pa
     assert loaded.tokens == state.tokens
     assert same_bits(loaded.snapshot, state.snapshot)
     assert all(array.flags.owndata for array in loaded.snapshot.arrays.values())  # nothing of it lives in the file
-    there = managers[1].adopt(loaded)
+    there = adopt(managers[1], loaded)
     results = []
     for s in (session, there):
         steps = list(answer(s, (*s.tokens, 7, 8), Options(max_new_tokens=14)))
@@ -288,7 +288,7 @@ def test_a_loaded_session_goes_on_and_its_state_can_be_computed_again(tmp_path):
     assert same_bits(loaded.snapshot, state.snapshot)
     wanted, found = tokens(session, going_on(session, [7, 8])), []
     for form in (loaded, SessionState(loaded.tokens, None, "bundle", pictures=loaded.pictures)):
-        there = manager().adopt(form)
+        there = adopt(manager(), form)
         found.append((tokens(there, going_on(there, [7, 8])), state_of(there).snapshot))
     assert [one for one, _ in found] == [wanted, wanted]
     assert all(same_bits(one, state_of(session).snapshot) for _, one in found)
@@ -300,7 +300,7 @@ def test_another_picture_misses_the_loaded_state(tmp_path):
     tokens(session, mixed([3, 1], FRAME, [4]))
     save_session(tmp_path / "s", state_of(session))
     for frame, reused in ((FRAME, len(session.tokens) - 1), (changed(FRAME), 0)):
-        there = manager().adopt(load_session(tmp_path / "s", "bundle"))
+        there = adopt(manager(), load_session(tmp_path / "s", "bundle"))
         tokens(there, Pictured((*there.tokens, 7), (Placed(2, frame),)))
         assert there.reuse.tokens == reused
 
@@ -336,10 +336,10 @@ def test_pictures_that_do_not_stand_on_their_placeholders_are_refused(tmp_path):
         state = SessionState(ids, None, "bundle", pictures=(Placed(at, noise(1, (2, 2))),))
         save_session(tmp_path / "s", state)
         with pytest.raises(RequestError, match=f"image 1 has 1 rows from token {at} on"):
-            there.adopt(load_session(tmp_path / "s", "bundle"))
+            adopt(there, load_session(tmp_path / "s", "bundle"))
     blind = SessionManager(backend("qwen3_5"), "bundle")
     with pytest.raises(RequestError, match="no vision tower"):
-        blind.adopt(SessionState((186, 9), None, "bundle", pictures=SEEN.pictures))
+        adopt(blind, SessionState((186, 9), None, "bundle", pictures=SEEN.pictures))
 
 
 def test_a_picture_of_other_patches_is_no_matter_of_the_file(tmp_path):

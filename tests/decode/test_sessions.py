@@ -20,7 +20,7 @@ from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.saved import SessionState
+from edge_dflash.decode.saved import SessionState, adopt
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore, Reuse
 from edge_dflash.errors import BackendError, BundleError, ContextError, RequestError
@@ -127,7 +127,7 @@ def test_turns_go_on_where_the_last_ended(name, temperature):
         held = max(len(session.tokens) - 1, 0)
         stream = answer(session, prompt, Options(max_new_tokens=new, temperature=temperature, seed=5))
         steps = list(stream)
-        assert session.reuse == Reuse(held, len(prompt), "session" if held else "nothing")
+        assert session.reuse == Reuse(held, "session" if held else "nothing")
         assert b.length() == len(session.tokens) - 1  # the last token is the next anchor
         check(name, session, prompt, steps, temperature)
         prompt = (*session.tokens, *user(turn, more))
@@ -147,7 +147,7 @@ def test_a_prompt_that_parts_from_what_is_held_is_computed_whole_however_long(na
     prompt[at if at >= 0 else len(session.tokens) + at] += -1 if prompt[at] else 1
     b.prefilled = 0
     steps = list(answer(session, prompt, Options(max_new_tokens=6)))
-    assert session.reuse == Reuse(0, len(prompt), "nothing")
+    assert session.reuse == Reuse(0, "nothing")
     assert b.prefilled == len(prompt)
     check(name, session, prompt, steps)
 
@@ -345,8 +345,8 @@ def test_a_prompt_that_parts_from_the_session_goes_back_to_the_nearest_kept_stat
         before, parted = b.prefilled, (*prompt[:cut], *user(cut, 6))
         stream = answer(session, parted, Options(max_new_tokens=4))
         check(name, session, parted, list(stream))
-        assert session.reuse == Reuse(kept, len(parted), "store")
-        assert b.prefilled - before == session.reuse.prefilled == len(parted) - kept
+        assert session.reuse == Reuse(kept, "store")
+        assert b.prefilled - before == len(parted) - kept
 
 
 @pytest.mark.parametrize("back", [0, 1, 2])
@@ -433,7 +433,7 @@ def test_the_backend_may_be_used_otherwise_in_between():
     session = manager.open()
     stream = answer(session, prompt, Options(max_new_tokens=20))
     steps = [next(stream) for _ in range(3)]
-    manager.vacate()
+    manager.lanes.vacate()
     b = manager.backend
     b.reset()
     generate(b, prompt_of("qwen3_5", "p0"), Options(max_new_tokens=5))
@@ -451,7 +451,7 @@ def test_a_state_goes_on_in_another_backend(name):
     state = state_of(session)
     b, manager = watched(name)
     for form in (state, SessionState(state.tokens, None, "bundle")):
-        other = manager.adopt(form)
+        other = adopt(manager, form)
         assert other.tokens == session.tokens
         longer = (*state.tokens, *user(1, 3))
         check(name, other, longer, list(answer(other, longer, Options(max_new_tokens=8))))
@@ -469,11 +469,11 @@ def test_states_that_do_not_fit_are_refused():
     list(answer(session, prompt_of("qwen3_5"), Options(max_new_tokens=4)))
     state = state_of(session)
     with pytest.raises(BundleError, match="fingerprint is another, this bundle's is bundle"):
-        manager.adopt(SessionState(state.tokens, state.snapshot, "another"))
+        adopt(manager, SessionState(state.tokens, state.snapshot, "another"))
     with pytest.raises(RequestError, match="token id 512, outside the vocabulary of 512"):
-        manager.adopt(SessionState((*state.tokens[:-1], 512), state.snapshot, "bundle"))
+        adopt(manager, SessionState((*state.tokens[:-1], 512), state.snapshot, "bundle"))
     with pytest.raises(ContextError, match="has 161 tokens, the context holds 160"):
-        manager.adopt(SessionState((1,) * 161, None, "bundle"))
+        adopt(manager, SessionState((1,) * 161, None, "bundle"))
     with pytest.raises(RequestError, match=r"snapshot holds 24 tokens, wanted 23"):
         SessionState(state.tokens[:-1], state.snapshot, "bundle")
 
@@ -483,7 +483,7 @@ def test_a_snapshot_that_the_backend_refuses_is_given_up():
     prompt = prompt_of("qwen3_5")
     list(answer(foreign, prompt, Options(max_new_tokens=4)))
     manager = manager_of("qwen3_5")
-    session = manager.adopt(state_of(foreign))
+    session = adopt(manager, state_of(foreign))
     with pytest.raises(BackendError, match="of another pair"):
         list(answer(session, (*session.tokens, 1), Options(max_new_tokens=4)))
     longer = (*session.tokens, 1)
@@ -519,7 +519,7 @@ def test_thirty_turns_with_forks_and_cancels_equal_an_unbroken_run():
         if turn % 3 == 0:
             list(answer(forked(session), (*history, 7), Options(max_new_tokens=2)))
         if turn % 4 == 0:
-            session = managers[turn // 4 % 2].adopt(state_of(session))
+            session = adopt(managers[turn // 4 % 2], state_of(session))
     assert same_bits(state_of(session).snapshot, alone.snapshot())
     assert len(history) == 180
 
@@ -548,12 +548,12 @@ def test_any_history_of_sessions_gives_the_toy_targets_own_tokens(ops, store):
         if op == "fork":
             sessions[(who + number) % 4] = forked(session)
         elif op == "adopt":
-            sessions[who] = manager.adopt(state_of(session))
+            sessions[who] = adopt(manager, state_of(session))
         elif op == "close":
             session.close()
             sessions[who] = manager.open()
         elif op == "vacate":
-            manager.vacate()
+            manager.lanes.vacate()
         elif op == "lose":
             manager.release(session)
         elif op == "warm":

@@ -10,7 +10,7 @@ from edge_dflash.builder.write import build
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.runner.job import Observer
+from edge_dflash.runner.observer import Observer
 
 NAME = "qwen3_5"
 PROMPT = tuple(golden(NAME)["p1.prompt"].tolist())

@@ -24,8 +24,10 @@ from edge_dflash.errors import (
     RequestError,
 )
 from edge_dflash.planner import Planner
+from edge_dflash.runner.astream import each, finished
 from edge_dflash.runner.engine import Engine, turn_of
-from edge_dflash.runner.job import Job, Observer
+from edge_dflash.runner.job import Job
+from edge_dflash.runner.observer import Observer
 from edge_dflash.runner.settings import EngineSettings
 
 PATIENT = 10.0  # seconds after which a test that hangs fails
@@ -413,7 +415,7 @@ def test_a_fault_outside_a_job_fails_all(monkeypatch, fault):
     if fault == "queue":
         monkeypatch.setattr(engine._queue, "pop", broken)
     else:
-        running._wakers.append(broken)
+        running.wakers.append(broken)
         waiting.append(running)
     gate.go.set()
     for ticket in waiting:
@@ -537,16 +539,16 @@ def test_await_does_not_block_the_loop_and_async_for_sees_increments_as_they_are
     async def main():
         gate = Gate(3)
         ticket, seen, ticks = engine.add(gate), [], 0
-        waiting = asyncio.ensure_future(ticket.finished())
+        waiting = asyncio.ensure_future(finished(ticket))
         while not waiting.done():
             ticks += 1
             await asyncio.sleep(0.001)
             if ticks == 5:
                 gate.go.set()
         assert ticks >= 5
-        async for step in ticket:
+        async for step in each(ticket):
             seen.append(step)
-        assert numbers_of(seen) == (await ticket.finished()).numbers == [0, 1, 2]
+        assert numbers_of(seen) == (await finished(ticket)).numbers == [0, 1, 2]
 
     asyncio.run(main())
 
@@ -559,23 +561,23 @@ def test_errors_and_cancelling_reach_asyncio(engine):
     async def main():
         ticket = engine.add(bad)
         with pytest.raises(ValueError, match="bad"):
-            async for _ in ticket:
+            async for _ in each(ticket):
                 pass
         with pytest.raises(ValueError, match="bad"):
-            await ticket.finished()
+            await finished(ticket)
 
     async def consume(ticket, form):
         if form == "await":
-            return await ticket.finished()
-        return [step async for step in ticket]
+            return await finished(ticket)
+        return [step async for step in each(ticket)]
 
     async def cancel(form):
         gate, ticket = engine.held(3)
         with pytest.raises(TimeoutError):  # a cancelled task cancels what it waits for
             await asyncio.wait_for(consume(ticket, form), 0.01)
         gate.go.set()
-        assert (await ticket.finished()).finish_reason == "cancelled"
-        assert ticket._wakers == []
+        assert (await finished(ticket)).finish_reason == "cancelled"
+        assert ticket.wakers == []
 
     for one in (main(), cancel("await"), cancel("async for")):
         asyncio.run(one)
@@ -584,7 +586,7 @@ def test_errors_and_cancelling_reach_asyncio(engine):
 def test_a_loop_that_was_closed_does_not_disturb_the_engine(engine):
     gate, ticket = engine.held()
     loop = asyncio.new_event_loop()
-    task = loop.create_task(ticket.finished())
+    task = loop.create_task(finished(ticket))
     loop.run_until_complete(asyncio.sleep(0))
     task._log_destroy_pending = False
     loop.close()

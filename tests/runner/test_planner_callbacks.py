@@ -16,7 +16,8 @@ from fakes import FakeBackend
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.runner.job import OBSERVED, Observer
+from edge_dflash.runner.astream import finished
+from edge_dflash.runner.observer import OBSERVED, Observer
 
 PROMPT = (3, 1, 4)
 DRAWN = {"temperature": 1.0, "seed": 11, "max_new_tokens": 8}
@@ -162,7 +163,7 @@ def test_an_observer_that_waits_for_its_own_engine_is_refused(does):
     def wait_there():
         ask = partial(planner.stream, (7,), max_new_tokens=2)
         waits = {"plan": lambda: ask().plan, "read": lambda: list(ask()), "fork": session.fork}
-        waits.get(does, lambda: asyncio.run(ask()._ticket.finished()))()
+        waits.get(does, lambda: asyncio.run(finished(ask()._ticket)))()
 
     watching = Calling("passed", wait_there)
     planner = Planner(FakeBackend(), None, observer=watching)

@@ -19,7 +19,7 @@ from edge_dflash.decode.cycle import host_cycle
 from edge_dflash.decode.shape import PairShape
 from edge_dflash.planner import Planner
 from edge_dflash.runner import job, planning
-from edge_dflash.runner.job import Observer
+from edge_dflash.runner.observer import Observer
 
 SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=4096, prefill_chunk=64, drafts=3)
 PROPOSE, VERIFY, REST, PLAIN = 0.001, 0.003, 0.0005, 0.0025  # seconds

@@ -1,5 +1,6 @@
 """Sessions without a worker: requests answered in them, their states, prefixes that are kept before anybody asks."""
 
+from edge_dflash.decode import saved
 from edge_dflash.decode.controls import NO_CONTROLS
 from edge_dflash.decode.generation import decode
 from edge_dflash.decode.options import Options, admit
@@ -16,7 +17,7 @@ def forked(session):
 
 
 def state_of(session):
-    return to_end(session.state())
+    return to_end(saved.state_of(session))
 
 
 def warm(manager, tokens):
