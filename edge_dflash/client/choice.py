@@ -97,7 +97,7 @@ class RemoteChoice:
 
     def admit(self) -> None:
         """The server took it."""
-        self.ticket.start()
+        self.ticket.state = "running"
         self.admitted.set_result(None)
 
     def settle(self) -> None:

@@ -317,7 +317,7 @@ class Engine:
             self._running.append(first)
             if others:
                 first.served = time.perf_counter()
-                first.ticket.start()
+                first.ticket.state = "running"
             else:
                 self._start(first)
             if weakest is not None:
@@ -326,7 +326,7 @@ class Engine:
     def _start(self, job: Job) -> None:
         """It has a lane for its own answer."""
         job.answers, job.served = True, time.perf_counter()
-        job.ticket.start()
+        job.ticket.state = "running"
 
     def _turn(self) -> Turn | None:
         """The next turn of the requests; None: a call has a step instead.

@@ -47,11 +47,11 @@ class LocalPlanning(Planning[C]):
                 f"give 0 to 2**64 - {n}"
             )
         request = self._preparer.prepare(task, options, began, unwanted)
-        manager, pace = self._engine.manager, self._engine.pace
-        others = [replace(request.options, seed=options.seed + index) for index in range(1, n)]
-        job = Job(request, manager, pace)
-        job.siblings = [Job(replace(request, options=one), manager, pace) for one in others]
-        return [PlanStream(one, self) for one in job.group]
+        seeds = (replace(request.options, seed=options.seed + index) for index in range(1, n))
+        requests = [request, *(replace(request, options=one) for one in seeds)]
+        jobs = [Job(one, self._engine.manager, self._engine.pace) for one in requests]
+        jobs[0].siblings = jobs[1:]
+        return [PlanStream(job, self) for job in jobs]
 
     def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError when it is of another kind, empty, or cannot be turned into ids."""

@@ -92,10 +92,6 @@ class Ticket(Generic[T]):
 
     # for who fills it -------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """The request runs."""
-        self.state = "running"
-
     def add(self, increment: T) -> None:
         """More of it is final."""
         with self.changed:
