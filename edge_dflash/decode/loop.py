@@ -65,7 +65,8 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
     answer, backend = _Answer(session, request, controls), session.backend
     pace = answer.pace
     prompt, chunk, entered, seconds = request.prompt, backend.shape.prefill_chunk, False, 0.0
-    done, gaze = session.begin(request), session.manager.gaze(request.pictured) if request.pictures else None
+    done = session.begin(request)
+    gaze = Gaze(request.pictured, backend, session.manager.seen) if request.pictures else None
     try:
         while True:  # fill: chunk by chunk, and before each the pictures that it shows
             if reason := pace.refuse(controls, partial(answer.fill_seconds, gaze, done)):

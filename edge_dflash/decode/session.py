@@ -167,7 +167,7 @@ class Session:
 
 
 class SessionManager:
-    """The sessions of one backend, which must not be used otherwise without :meth:`vacate`."""
+    """The sessions of one backend, which must not be used otherwise before its lanes are vacated."""
 
     def __init__(self, backend: Backend, bundle: str = "", store: PrefixStore | None = None) -> None:
         """Serve sessions on ``backend``, loaded from the bundle with the fingerprint ``bundle``.
@@ -184,10 +184,6 @@ class SessionManager:
     def open(self) -> Session:
         """A session without tokens."""
         return Session(self, (), None)
-
-    def gaze(self, sequence: Pictured) -> Gaze:
-        """The pictures of a sequence, for its chunks."""
-        return Gaze(sequence, self.backend, self.seen)
 
     def find(self, session: Session, tokens: tuple[int, ...], *, counted: bool = True) -> tuple[Reuse, Snapshot | None]:
         """The longest state there is that a prompt begins with, and its snapshot; None: a lane holds it.
@@ -237,7 +233,7 @@ class SessionManager:
             return lane
         rows, sequence, backend = session.rows, session.computed, self.backend
         found = self.find(session, sequence.until(rows + 1).identities)
-        lane, gaze = self.place(session, *found), self.gaze(sequence)
+        lane, gaze = self.place(session, *found), Gaze(sequence, backend, self.seen)
         while (at := backend.length(lane)) < rows:
             end = min(rows, at + backend.shape.prefill_chunk)
             if (unseen := gaze.unseen(at, end)) is not None:
