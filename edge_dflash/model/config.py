@@ -9,6 +9,7 @@ Library config classes drop or default fields that matter here, so config.json i
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from edge_dflash.common.files import is_there
 from edge_dflash.common.tables import read_json
@@ -143,15 +144,15 @@ def read_target(
     """
     return TargetSpec(
         architecture=architecture,
-        vocab_size=text.integer("vocab_size"),
-        hidden_size=text.integer("hidden_size"),
-        intermediate_size=0 if experts else text.integer("intermediate_size"),
-        rms_norm_eps=text.number("rms_norm_eps"),
+        vocab_size=text["vocab_size"],
+        hidden_size=text["hidden_size"],
+        intermediate_size=0 if experts else text["intermediate_size"],
+        rms_norm_eps=text["rms_norm_eps"],
         attention=read_attention(text, gated=gated),
         gated_delta=gated_delta(text) if gated_delta else None,
         layer_types=layers,
-        tied=text.flag("tie_word_embeddings") or outer.flag("tie_word_embeddings"),
-        max_position_embeddings=text.integer("max_position_embeddings"),
+        tied=text["tie_word_embeddings"] or outer["tie_word_embeddings"],
+        max_position_embeddings=text["max_position_embeddings"],
         eos_token_ids=_eos(text, outer),
         experts=experts,
     )
@@ -160,18 +161,18 @@ def read_target(
 def read_experts(text: Fields, *, renormalised: bool, shared: int | None = None) -> ExpertsSpec:
     """A mixture of experts, by a table that has :data:`EXPERTS`. Raises CheckpointError."""
     both = "num_experts", "num_local_experts"
-    if len({text.integer(name) for name in both if text.has(name)}) > 1:
-        raise text.error(both[0], text.integer(both[0]), f"the same as {both[1]} ({text.integer(both[1])}); keep one")
-    count, chosen = text.integer(both[text.has(both[1])]), text.integer("num_experts_per_tok")
+    if len({text[name] for name in both if text.has(name)}) > 1:
+        raise text.error(both[0], text[both[0]], f"the same as {both[1]} ({text[both[1]]}); keep one")
+    count, chosen = text[both[text.has(both[1])]], text["num_experts_per_tok"]
     if chosen > count:
         raise text.error("num_experts_per_tok", chosen, f"at most num_experts ({count})")
-    return ExpertsSpec(count, chosen, text.integer("moe_intermediate_size"), shared, renormalised)
+    return ExpertsSpec(count, chosen, text["moe_intermediate_size"], shared, renormalised)
 
 
 def read_attention(fields: Fields, *, gated: bool) -> AttentionSpec:
     """Softmax attention. Raises CheckpointError."""
-    heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
-    dim = fields.integer("head_dim")
+    heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+    dim = fields["head_dim"]
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
     return AttentionSpec(heads, kv_heads, dim, read_rope(fields, dim, whole=not gated), gated)
@@ -206,9 +207,9 @@ def read_rope(fields: Fields, head_dim: int, *, whole: bool) -> RopeSpec:
 def _rope(rope: Fields, fields: Fields, head_dim: int, whole: bool) -> RopeSpec:
     """Rotary embedding by one object of settings, and by the flat keys where it lacks some."""
     scaling = _scaling(rope, fields)
-    theta = (rope if rope.has("rope_theta") else fields).number("rope_theta")
+    theta = (rope if rope.has("rope_theta") else fields)["rope_theta"]
     source = rope if rope.has("partial_rotary_factor") else fields
-    factor = source.number("partial_rotary_factor")
+    factor = source["partial_rotary_factor"]
     dims = int(head_dim * factor)
     if dims % 2 or not 0 < dims <= head_dim or dims != head_dim * factor:
         raise source.error("partial_rotary_factor", factor, f"a share of head_dim {head_dim} that is an even number")
@@ -225,25 +226,23 @@ def _rope(rope: Fields, fields: Fields, head_dim: int, whole: bool) -> RopeSpec:
 
 
 def _scaling(rope: Fields, fields: Fields) -> YarnScaling | None:
-    kind = rope.text("rope_type" if rope.has("rope_type") else "type")
-    if rope.has("type") and rope.text("type") != kind:
-        raise rope.error("type", rope.text("type"), f"the same as rope_type ({kind!r})")
+    kind = rope["rope_type" if rope.has("rope_type") else "type"]
+    if rope.has("type") and rope["type"] != kind:
+        raise rope.error("type", rope["type"], f"the same as rope_type ({kind!r})")
     if kind != "yarn":
         for key in _YARN:
             if rope.has(key):
                 raise rope.error(key, rope.values[key], "no such setting without rope_type 'yarn'")
         return None
-    if (factor := rope.number("factor")) < 1:
+    if (factor := rope["factor"]) < 1:
         raise rope.error("factor", factor, "a number of at least 1")
     name = "original_max_position_embeddings"
     yarn = YarnScaling(
         factor=factor,
-        original_max_position_embeddings=(
-            rope.integer(name) if rope.has(name) else fields.integer("max_position_embeddings")
-        ),
-        attention_factor=rope.number("attention_factor") if rope.has("attention_factor") else None,
-        beta_fast=rope.number("beta_fast"),
-        beta_slow=rope.number("beta_slow"),
+        original_max_position_embeddings=(rope[name] if rope.has(name) else fields["max_position_embeddings"]),
+        attention_factor=rope["attention_factor"],
+        beta_fast=rope["beta_fast"],
+        beta_slow=rope["beta_slow"],
     )
     if yarn.beta_fast < yarn.beta_slow:
         raise rope.error("beta_fast", yarn.beta_fast, f"at least beta_slow ({yarn.beta_slow})")
@@ -259,8 +258,8 @@ def either(name: str, first: Fields, second: Fields) -> Fields:
     return first
 
 
-def trained(name: str, first: Fields, second: Fields) -> Fields:
-    """:func:`either` for a field that only the training knows.
+def trained(name: str, first: Fields, second: Fields) -> Any:
+    """The value of :func:`either`, of a field that only the training knows.
 
     Raises CheckpointError where neither has it: a guess would cost accept length, and nobody would notice.
     """
@@ -270,7 +269,7 @@ def trained(name: str, first: Fields, second: Fields) -> Fields:
             f"{first.file} lacks the field {name}, also inside dflash_config; only the drafter's training knows it: "
             "take config.json as it was published"
         )
-    return source
+    return source[name]
 
 
 def _eos(text: Fields, outer: Fields) -> tuple[int, ...]:
@@ -278,9 +277,9 @@ def _eos(text: Fields, outer: Fields) -> tuple[int, ...]:
     sources = [text, outer]
     if is_there(file := text.file.parent / "generation_config.json"):
         sources.append(Fields(file, read_json(file), GENERATION))
-    vocab, found = text.integer("vocab_size"), dict[int, None]()
+    vocab, found = text["vocab_size"], dict[int, None]()
     for fields in sources:
-        for token in fields.tokens("eos_token_id"):
+        for token in fields["eos_token_id"]:
             if type(token) is not int or not 0 <= token < vocab:
                 value = fields.values["eos_token_id"]
                 raise fields.error("eos_token_id", value, f"a token id below vocab_size {vocab}, or a list of them")

@@ -103,26 +103,25 @@ def read(fields: Fields, target_layers: int | None) -> DrafterSpec:
     ``target_layers``: of its target, where the file does not say it; None: the fewest for its taps.
     """
     dflash = fields.child("dflash_config")
-    source = trained("target_layer_ids", dflash, fields)
-    if not (taps := source.integers("target_layer_ids")):
-        raise source.error("target_layer_ids", [], "at least one layer id")
+    if not (taps := trained("target_layer_ids", dflash, fields)):
+        raise fields.error("target_layer_ids", [], "at least one layer id")
     if (depth := either("num_target_layers", fields, dflash)).has("num_target_layers"):
-        target_layers = depth.integer("num_target_layers")
-    vocab = fields.integer("vocab_size")
-    drafted = fields.integer("draft_vocab_size") if fields.has("draft_vocab_size") else vocab
+        target_layers = depth["num_target_layers"]
+    vocab = fields["vocab_size"]
+    drafted = fields["draft_vocab_size"] if fields.has("draft_vocab_size") else vocab
     if drafted > vocab:
         raise fields.error("draft_vocab_size", drafted, f"at most vocab_size ({vocab})")
     return DrafterSpec(
-        block_size=trained("block_size", fields, dflash).integer("block_size"),
-        mask_token_id=trained("mask_token_id", dflash, fields).integer("mask_token_id"),
+        block_size=trained("block_size", fields, dflash),
+        mask_token_id=trained("mask_token_id", dflash, fields),
         target_layer_ids=taps,
         num_target_layers=max(taps) + 2 if target_layers is None else target_layers,
         vocab_size=vocab,
-        hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size"),
-        rms_norm_eps=fields.number("rms_norm_eps"),
+        hidden_size=fields["hidden_size"],
+        intermediate_size=fields["intermediate_size"],
+        rms_norm_eps=fields["rms_norm_eps"],
         attention=read_attention(fields, gated=False),
-        layers=_read_masks(fields, dflash, fields.integer("num_hidden_layers")),
+        layers=_read_masks(fields, dflash, fields["num_hidden_layers"]),
         draft_vocab=None if drafted == vocab else drafted,
     )
 
@@ -137,13 +136,13 @@ def whole_vocabulary(fields: Fields, spec: DrafterSpec) -> None:
 def _read_masks(fields: Fields, dflash: Fields, layers: int) -> tuple[DrafterLayerMask, ...]:
     """Mask of each layer, as the table at the top of this file says."""
     types = _layer_types(fields, layers)
-    windows = dflash.flag("use_swa")
+    windows = dflash["use_swa"]
     flags = ((fields, "is_causal"), (dflash, "causal"), (dflash, "is_causal"))
-    causal = next((place.flag(key) for place, key in flags if place.has(key)), None)
+    causal = next((place[key] for place, key in flags if place.has(key)), None)
     size = None
     if windows or SLIDING in types:
         own = dflash.has("swa_window_size")
-        size = dflash.integer("swa_window_size") if own else fields.integer("sliding_window")
+        size = dflash["swa_window_size"] if own else fields["sliding_window"]
     return tuple(
         DrafterLayerMask(
             bidirectional=kind == FULL if causal is None else not causal,
@@ -160,8 +159,8 @@ def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
     """
     if fields.has("layer_types"):
         return fields.choices("layer_types", layers)
-    if fields.flag("use_sliding_window") and fields.has("sliding_window"):
-        first = fields.integer("max_window_layers")
+    if fields["use_sliding_window"] and fields.has("sliding_window"):
+        first = fields["max_window_layers"]
         return tuple(SLIDING if i >= first else FULL for i in range(layers))
     return (FULL,) * layers
 

@@ -42,7 +42,7 @@ def read(fields: Fields, target_layers: int | None) -> DrafterSpec:
     dflash.whole_vocabulary(fields, spec)
 
     def own(name: str) -> int:
-        return trained(name, fields.child("dflash_config"), fields).integer(name)
+        return int(trained(name, fields.child("dflash_config"), fields))
 
     conv = GroupedConvSpec(own("conv_kernel_size"), own("conv_group_size"))
     if spec.hidden_size % conv.group_size:

@@ -51,7 +51,7 @@ def read(fields: Fields, target_layers: int | None) -> DrafterSpec:
 
 
 def _head(fields: Fields, vocab: int) -> MarkovSpec | None:
-    rank = trained("markov_rank", fields.child("dflash_config"), fields).integer("markov_rank")
+    rank = trained("markov_rank", fields.child("dflash_config"), fields)
     judges = _flag(fields, "enable_confidence_head", "use_confidence_head")
     if not rank:
         if judges:
@@ -59,12 +59,12 @@ def _head(fields: Fields, vocab: int) -> MarkovSpec | None:
         return None
     confidence: Confidence | None = None
     if judges:
-        with_markov = _at(fields, "confidence_head_with_markov").flag("confidence_head_with_markov")
+        with_markov = _at(fields, "confidence_head_with_markov")["confidence_head_with_markov"]
         confidence = "markov" if with_markov else "hidden"
-    kind = KINDS[_at(fields, "markov_head_type").text("markov_head_type")]
+    kind = KINDS[_at(fields, "markov_head_type")["markov_head_type"]]
     top_k = None if vocab <= WHOLE else TOP_K
     if (source := _at(fields, "dspark_draft_topk")).has("dspark_draft_topk"):
-        top_k = min(source.integer("dspark_draft_topk"), vocab)
+        top_k = min(source["dspark_draft_topk"], vocab)
     return MarkovSpec(kind, rank, top_k, confidence)
 
 
@@ -72,10 +72,10 @@ def _flag(fields: Fields, name: str, other: str) -> bool:
     """A flag that files write by either name; where both are there, they must agree."""
     source, second = _at(fields, name), _at(fields, other)
     if not second.has(other):
-        return source.flag(name)
-    if source.has(name) and source.flag(name) != second.flag(other):
-        raise second.error(other, second.flag(other), f"the same as {name}")
-    return second.flag(other)
+        return bool(source[name])
+    if source.has(name) and source[name] != second[other]:
+        raise second.error(other, second[other], f"the same as {name}")
+    return bool(second[other])
 
 
 def _at(fields: Fields, name: str) -> Fields:

@@ -124,43 +124,28 @@ class Fields:
         """Whether the key is there and not null."""
         return self.values.get(name) is not None
 
-    def integer(self, name: str) -> int:
-        """An integer within the table's bounds."""
-        return int(self._value(name, "integer"))
+    def __getitem__(self, name: str) -> Any:
+        """The value of a key that is read, of the type that its table says; its default where it is missing or null.
 
-    def number(self, name: str) -> float:
-        """A positive number."""
-        return float(self._value(name, "number"))
-
-    def flag(self, name: str) -> bool:
-        """True or false."""
-        return bool(self._value(name, "flag"))
-
-    def text(self, name: str) -> str:
-        """A string."""
-        return str(self._value(name, "text"))
-
-    def integers(self, name: str) -> tuple[int, ...]:
-        """List of integers; empty when it is missing."""
-        return tuple(self.values.get(self._read(name, "integers")) or ())
-
-    def numbers(self, name: str) -> tuple[float, ...]:
-        """List of as many numbers as the table says."""
-        return tuple(map(float, self._value(name, "numbers")))
-
-    def names(self, name: str) -> tuple[str, ...]:
-        """List of strings; empty when it is missing."""
-        return tuple(self.values.get(self._read(name, "names")) or ())
-
-    def tokens(self, name: str) -> tuple[Any, ...]:
-        """What the key holds of one token id or a list of them, unchecked; empty when it is missing."""
-        value = self.values.get(self._read(name, "tokens"))
-        return tuple(value) if isinstance(value, list) else () if value is None else (value,)
+        A list is a tuple, empty where it is missing; one token id is a list of one. Raises CheckpointError for a key
+        that is missing and has no default.
+        """
+        key, value = self._table[name], self.values.get(name)
+        if key.use != "read":
+            raise KeyError(f"{self._path}{name} is not read")
+        if key.kind in ("integers", "names", "tokens"):
+            return tuple(value if isinstance(value, list) else () if value is None else (value,))
+        if value is None:
+            value = key.default
+        if value is REQUIRED:
+            raise self.lacks(name)
+        if key.kind == "numbers":
+            return tuple(map(float, value))
+        return float(value) if key.kind == "number" and value is not None else value
 
     def choices(self, name: str, length: int) -> tuple[str, ...]:
         """List of ``length`` strings, one a layer."""
-        value = self.names(name)
-        if len(value) != length:
+        if len(value := tuple(map(str, self[name]))) != length:
             raise self.error(name, len(value), f"a list of {length} entries, one a layer")
         return value
 
@@ -180,21 +165,6 @@ class Fields:
     def lacks(self, name: str) -> CheckpointError:
         """An error about a key that is missing."""
         return CheckpointError(f"{self.file} lacks the field {self._path}{name}; the checkpoint is incomplete")
-
-    def _read(self, name: str, kind: str) -> str:
-        """The name of a key that the table says is read as ``kind``: the parser reads no others."""
-        key = self._table[name]
-        if key.use != "read" or key.kind != kind:
-            raise KeyError(f"{self._path}{name} is no {kind} that is read")
-        return name
-
-    def _value(self, name: str, kind: str) -> Any:
-        value = self.values.get(self._read(name, kind))
-        if value is None:
-            value = self._table[name].default
-        if value is REQUIRED:
-            raise self.lacks(name)
-        return value
 
     def _check(self, name: str, key: Key, value: Any) -> None:
         if (value is None and key.null) or key.use == "without effect":

@@ -33,10 +33,10 @@ MOE_TABLE: Table = {
 
 def read(config: Fields, architecture: str = "qwen3", experts: ExpertsSpec | None = None) -> TargetSpec:
     """Spec of a target. Raises CheckpointError."""
-    layers = config.integer("num_hidden_layers")
+    layers = config["num_hidden_layers"]
     if config.has("layer_types"):
         kinds = config.choices("layer_types", layers)
-    elif config.flag("use_sliding_window"):
+    elif config["use_sliding_window"]:
         raise config.error("use_sliding_window", True, "false for a Qwen3 target")
     else:
         kinds = ("full_attention",) * layers
@@ -45,7 +45,7 @@ def read(config: Fields, architecture: str = "qwen3", experts: ExpertsSpec | Non
 
 def read_moe(config: Fields) -> TargetSpec:
     """Spec of a target with experts. Raises CheckpointError."""
-    return read(config, "qwen3_moe", read_experts(config, renormalised=config.flag("norm_topk_prob")))
+    return read(config, "qwen3_moe", read_experts(config, renormalised=config["norm_topk_prob"]))
 
 
 def layers(spec: TargetSpec) -> tuple[LayerSpec, ...]:

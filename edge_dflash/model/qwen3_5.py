@@ -93,15 +93,15 @@ def read_moe(config: Fields) -> TargetSpec:
 
 def _read(config: Fields, *, moe: bool) -> TargetSpec:
     text = config.child("text_config") if config.has("text_config") else config
-    layers = text.integer("num_hidden_layers")
+    layers = text["num_hidden_layers"]
     if text.has("layer_types"):
         kinds = text.choices("layer_types", layers)
     else:
-        interval = text.integer("full_attention_interval")
+        interval = text["full_attention_interval"]
         kinds = tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers))
     experts = None
     if moe:
-        experts = read_experts(text, renormalised=True, shared=text.integer("shared_expert_intermediate_size"))
+        experts = read_experts(text, renormalised=True, shared=text["shared_expert_intermediate_size"])
     return read_target(
         text,
         config,
@@ -129,11 +129,11 @@ def layers(spec: TargetSpec) -> tuple[LayerSpec, ...]:
 
 def _read_gated_delta(fields: Fields) -> GatedDeltaSpec:
     spec = GatedDeltaSpec(
-        key_heads=fields.integer("linear_num_key_heads"),
-        value_heads=fields.integer("linear_num_value_heads"),
-        key_dim=fields.integer("linear_key_head_dim"),
-        value_dim=fields.integer("linear_value_head_dim"),
-        conv_kernel=fields.integer("linear_conv_kernel_dim"),
+        key_heads=fields["linear_num_key_heads"],
+        value_heads=fields["linear_num_value_heads"],
+        key_dim=fields["linear_key_head_dim"],
+        value_dim=fields["linear_value_head_dim"],
+        conv_kernel=fields["linear_conv_kernel_dim"],
     )
     if spec.value_heads % spec.key_heads:
         raise fields.error("linear_num_value_heads", spec.value_heads, f"a multiple of {spec.key_heads} key heads")

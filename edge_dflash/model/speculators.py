@@ -52,32 +52,32 @@ TABLE: Table = {
 
 def spelled(fields: Fields) -> dict[str, Any]:
     """The same drafter in z-lab's keys. Raises CheckpointError."""
-    kind, layer = fields.text(TYPE), fields.values.get(LAYER)
+    kind, layer = fields[TYPE], fields.values.get(LAYER)
     if not isinstance(layer, dict):
         raise fields.lacks(LAYER)
     if layer.get("quantization_config"):
         raise fields.error(LAYER, "with a quantization_config", "it beside transformer_layer_config")
-    ids = fields.integers("aux_hidden_state_layer_ids")
+    ids = fields["aux_hidden_state_layer_ids"]
     if not ids:
         raise fields.lacks("aux_hidden_state_layer_ids")
-    if fields.has("target_hidden_size") and (size := fields.integer("target_hidden_size")) != layer.get("hidden_size"):
+    if fields.has("target_hidden_size") and (size := fields["target_hidden_size"]) != layer.get("hidden_size"):
         raise fields.error("target_hidden_size", size, f"the drafter's hidden_size ({layer.get('hidden_size')})")
     for name in (*_MARKOV, *_LOCAL):
         if name in fields.values and name not in _OWN[kind]:
             raise fields.error(name, fields.values[name], f"no such key for a drafter of type {kind!r}")
-    anchor, own = fields.flag("sample_from_anchor"), _own(fields, _OWN[kind])
+    anchor, own = fields["sample_from_anchor"], {name: fields[name] for name in _OWN[kind]}
     if anchor and kind == "dflash":  # DSpark without its heads
         kind, own = "dspark", {"markov_rank": 0}
     if kind == "dspark" or anchor:
         own["sample_from_anchor"] = anchor
     given = fields.has("sliding_window_non_causal")
-    if fields.flag("sliding_window_non_causal") if given else kind == "dflash2":
+    if fields["sliding_window_non_causal"] if given else kind == "dflash2":
         own["is_causal"] = False
     found = {
         "architectures": [CLASSES[kind]],
-        "block_size": fields.integer("block_size"),
-        "mask_token_id": fields.integer("mask_token_id"),
-        "draft_vocab_size": fields.integer("draft_vocab_size"),
+        "block_size": fields["block_size"],
+        "mask_token_id": fields["mask_token_id"],
+        "draft_vocab_size": fields["draft_vocab_size"],
         "target_layer_ids": [index - 1 for index in ids],
         **own,
     }
@@ -87,12 +87,6 @@ def spelled(fields: Fields) -> dict[str, Any]:
                 f"{LAYER}.{name}", layer[name], f"no such key, or {found[name]!r} as the keys beside it say"
             )
     return {**layer, **found}
-
-
-def _own(fields: Fields, names: tuple[str, ...]) -> dict[str, Any]:
-    """Keys of one kind; those that are not given have the library's defaults."""
-    readers = {"integer": fields.integer, "flag": fields.flag, "text": fields.text}
-    return {name: readers[TABLE[name].kind](name) for name in names}
 
 
 def is_spelled(config: Mapping[str, Any]) -> bool:

@@ -132,21 +132,21 @@ def has_tower(directory: Path, config: Mapping[str, Any]) -> bool:
 def with_tower(target: TargetSpec, config: Fields) -> TargetSpec:
     """The target with its tower, by a file with a :func:`pictured` table. Raises CheckpointError."""
     tower, text = config.child("vision_config"), config.child("text_config")
-    hidden, heads = tower.integer("hidden_size"), tower.integer("num_heads")
+    hidden, heads = tower["hidden_size"], tower["num_heads"]
     if hidden % (4 * heads):
         raise tower.error("num_heads", heads, f"heads whose columns, of {hidden}, are a multiple of 4")
-    positions = tower.integer("num_position_embeddings")
+    positions = tower["num_position_embeddings"]
     if (side := math.isqrt(positions)) ** 2 != positions:
         raise tower.error("num_position_embeddings", positions, "a square number")
-    if (out := tower.integer("out_hidden_size")) != target.hidden_size:
+    if (out := tower["out_hidden_size"]) != target.hidden_size:
         raise tower.error("out_hidden_size", out, f"the hidden_size of text_config ({target.hidden_size})")
     vision = VisionSpec(
-        depth=tower.integer("depth"),
+        depth=tower["depth"],
         hidden_size=hidden,
-        intermediate_size=tower.integer("intermediate_size"),
+        intermediate_size=tower["intermediate_size"],
         heads=heads,
         positions=side,
-        theta=tower.child("rope_parameters").number("rope_theta"),
+        theta=tower.child("rope_parameters")["rope_theta"],
         out=out,
         **{name: _token(config, name, target) for name in _IDS},
         patches=_patches(config.file.parent, tower),
@@ -156,23 +156,23 @@ def with_tower(target: TargetSpec, config: Fields) -> TargetSpec:
 
 
 def _token(config: Fields, name: str, target: TargetSpec) -> int:
-    if (token := config.integer(name)) >= target.vocab_size:
+    if (token := config[name]) >= target.vocab_size:
         raise config.error(name, token, f"a token id below vocab_size {target.vocab_size}")
-    if name != _IDS[0] and token == config.integer(_IDS[0]):
+    if name != _IDS[0] and token == config[_IDS[0]]:
         raise config.error(name, token, f"another token than {_IDS[0]}")
-    return token
+    return int(token)
 
 
 def _sections(text: Fields, rope: RopeSpec) -> tuple[int, int, int]:
     """Pairs of T, H and W; the published ones where the file does not say it."""
     places = [text.child(name) for name in ("rope_parameters", "rope_scaling")]
     place = next((one for one in places if one.has("mrope_section")), places[0])
-    found, pairs = place.integers("mrope_section") or (11, 11, 10), rope.dims // 2
+    found, pairs = place["mrope_section"] or (11, 11, 10), rope.dims // 2
     _, h, w = found if len(found) == 3 else (0, 0, 0)
     fits = len(range(1, min(3 * h, pairs), 3)) == h and len(range(2, min(3 * w, pairs), 3)) == w
     if len(found) != 3 or sum(found) != pairs or not fits:
         raise place.error("mrope_section", list(found), f"three numbers of pairs that share {pairs} in turns")
-    if all(one.has("mrope_section") for one in places) and places[1].integers("mrope_section") != found:
+    if all(one.has("mrope_section") for one in places) and places[1]["mrope_section"] != found:
         raise place.error("mrope_section", list(found), "the same as in rope_scaling; keep one")
     return found[0], h, w
 
@@ -199,13 +199,13 @@ def _read_patches(images: Fields, tower: Fields) -> PatchSpec:
         ("merge_size", "spatial_merge_size"),
         ("temporal_patch_size", "temporal_patch_size"),
     ):
-        if images.integer(name) != (wanted := tower.integer(other)):
-            raise images.error(name, images.integer(name), f"{wanted}, the {other} of vision_config")
-    mean, std = images.numbers("image_mean"), images.numbers("image_std")
+        if images[name] != (wanted := tower[other]):
+            raise images.error(name, images[name], f"{wanted}, the {other} of vision_config")
+    mean, std = images["image_mean"], images["image_std"]
     if min(std) < 1e-6:
         raise images.error("image_std", list(std), "numbers above 0")
     least, most = _bound(images, "min_pixels", "shortest_edge"), _bound(images, "max_pixels", "longest_edge")
-    patch, merge, temporal = (images.integer(name) for name in ("patch_size", "merge_size", "temporal_patch_size"))
+    patch, merge, temporal = (images[name] for name in ("patch_size", "merge_size", "temporal_patch_size"))
     if not least <= most >= (patch * merge) ** 2:
         raise images.error("max_pixels", most, f"at least min_pixels ({least}) and one block of {patch * merge} pixels")
     return PatchSpec(patch, merge, temporal, least, most, (mean[0], mean[1], mean[2]), (std[0], std[1], std[2]))
@@ -216,7 +216,7 @@ def _bound(images: Fields, name: str, edge: str) -> int:
     size = images.child("size")
     for place, key in ((images, name), (size, name), (size, edge)):
         if place.has(key):
-            return place.integer(key)
+            return int(place[key])
     raise size.lacks(edge) if size.values else images.lacks(name)
 
 
