@@ -129,9 +129,7 @@ class GraphBuilder:
         name, state, width = f"{prefix}.linear_attn", f"{prefix}.delta", spec.value_heads * spec.value_dim
         for tensor, columns in ((qkv, spec.conv_channels), (z, width), (a, spec.value_heads), (b, spec.value_heads)):
             self._expect(tensor, columns)
-        self._states[state] = DeltaState(
-            spec.value_heads, spec.key_dim, spec.value_dim, spec.conv_channels, spec.conv_kernel
-        )
+        self._states[state] = DeltaState(**vars(spec))
         op = GatedDelta(
             inputs=(qkv, z, a, b),
             output=state,
@@ -152,7 +150,7 @@ class GraphBuilder:
             raise ValueError(f"{self._name}: {spec} does not divide {hidden} channels into groups")
         self._expect(c, 2 * spec.taps * (hidden // size))
         self.weight(base, (2, spec.taps, hidden), "conv", "conv")
-        op = GroupedConv(inputs=(u, c), output=out, base=base, side=side, taps=spec.taps, group_size=size)
+        op = GroupedConv(inputs=(u, c), output=out, base=base, side=side, **vars(spec))
         return self.emit(op, hidden)
 
     def kv_state(self, k: str, v: str, prefix: str, spec: AttentionSpec) -> str:

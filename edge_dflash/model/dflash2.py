@@ -72,8 +72,7 @@ def walk(g: GraphBuilder, rows: str, scores: str, head: SelectorSpec) -> None:
     op = SelectorWalk(
         inputs=(rows, scores),
         output="walk",
-        rank=rank,
-        top_k=head.top_k,
+        **vars(head),
         projection=g.weight(f"{name}.hidden_projection", (rank, g.columns(rows)), "walk", "walk"),
         predecessor=g.weight(f"{name}.predecessor_codebook", (vocab, rank), "walk", "walk"),
         successor=g.weight(f"{name}.successor_codebook", (vocab, rank), "walk", "walk"),

@@ -116,13 +116,10 @@ def walk(g: GraphBuilder, rows: str, scores: str, head: MarkovSpec) -> None:
     op = MarkovWalk(
         inputs=(rows, scores),
         output="walk",
-        kind=head.kind,
-        rank=rank,
-        top_k=head.top_k,
         predecessor=matrix("markov_head.markov_w1", (vocab, rank)),
         successor=matrix("markov_head.markov_w2", (vocab, rank)),
         mix=mix,
-        confidence=head.confidence,
         judge=judge,
+        **vars(head),
     )
     g.emit(op, 0)

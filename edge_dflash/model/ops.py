@@ -1,7 +1,8 @@
 """The op set: what a backend has to be able to do, and nothing about how.
 
 Every tensor is ``[rows, columns]``; ``rows`` (tokens in this pass) is the only free dimension. An op names its input
-tensors, its output tensor, its weights and, for state ops, the state it touches. Row r of a pass is the token at
+tensors, its output tensor, its weights and, for state ops, the state it touches; what a spec says of it are fields that
+it inherits from the spec. Row r of a pass is the token at
 absolute position ``length + r``, where ``length`` is the number of committed rows, kept by the backend.
 
 Dense ops are pure and row-wise, but for :class:`GroupedConv` and the walks, which only propose passes have, and for
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from edge_dflash.model.specs import Activation, AttentionSpec, Confidence, MarkovKind, RopeSpec
+from edge_dflash.model.specs import Activation, AttentionSpec, GatedDeltaSpec, GroupedConvSpec, MarkovSpec, RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,7 @@ class Attend(StateOp, AttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedDelta(StateOp):
+class GatedDelta(StateOp, GatedDeltaSpec):
     """Inputs (qkv, z, a, b): causal conv + SiLU, L2 norm, gated delta rule, gated RMS norm (plain weight).
 
     First replays the ``pending`` rows of the tape into S, then runs its own rows without writing S (a pass that
@@ -165,11 +166,6 @@ class GatedDelta(StateOp):
     dt_bias: str  # [Hv]
     norm: str  # [Dv]
     eps: float
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_kernel: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +184,7 @@ UNDRAFTED = -1e30  # logit of a token that the drafter cannot draft; above that 
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedConv(DenseOp):
+class GroupedConv(DenseOp, GroupedConvSpec):
     """Inputs (u [rows, H], c [rows, 2 * taps * H / group_size]): causal convolution over the rows of a block.
 
     With b = ``base`` [2, taps, H] and c seen as d [rows, 2, taps, groups], both taken at ``side`` (0 before a sublayer,
@@ -199,8 +195,6 @@ class GroupedConv(DenseOp):
     reads = ("base",)
     base: str
     side: Literal[0, 1]
-    taps: int
-    group_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +226,7 @@ class SelectorWalk(Walk):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MarkovWalk(Walk):
+class MarkovWalk(Walk, MarkovSpec):
     """DSpark: score = logit + W2 x over the row's ``top_k`` largest logits (None: all), with e = W1[predecessor].
 
     vanilla: x = e. gated: x = sigmoid(M [h; e] + m) * e. rnn: [g; c; o] = M [s; e; h] + m, x = tanh(o), and the next
@@ -241,9 +235,7 @@ class MarkovWalk(Walk):
     """
 
     reads = ("predecessor", "successor", "mix", "judge")
-    kind: MarkovKind
     mix: tuple[str, str] | None  # M and m: [rank, H + rank] if gated, [3 rank, 2 rank + H] if rnn
-    confidence: Confidence | None
     judge: tuple[str, str] | None  # n [1, H] or [1, H + rank], and b [1]
 
 

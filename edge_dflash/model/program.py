@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from edge_dflash.model.ops import DenseOp, Op, StateOp, Walk
+from edge_dflash.model.specs import GatedDeltaSpec
 
 WeightKind = Literal["linear", "embedding", "vector", "conv", "walk"]
 
@@ -45,14 +46,8 @@ class KvState:
 
 
 @dataclass(frozen=True)
-class DeltaState:
+class DeltaState(GatedDeltaSpec):
     """Gated delta state of one layer: S [Hv, Dk, Dv] FP32, K-1 conv rows, and a tape of the rows in flight."""
-
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_channels: int
-    conv_kernel: int
 
     @property
     def state_bytes(self) -> int:

@@ -167,7 +167,7 @@ def delta_setup(rows, seed=0):
     weights = DeltaWeights(rand(56, 4, seed=1), rand(6, seed=2), rand(6, seed=3), rand(4, seed=4))
     padded = dense.padded_rows(rows)
     inputs = tuple(rand(padded, width, seed=seed + i + 5) for i, width in enumerate((56, 24, 6, 6)))
-    return op, weights, DeltaMemory(DeltaState(6, 8, 4, 56, 4)), inputs
+    return op, weights, DeltaMemory(DeltaState(2, 6, 8, 4, 4)), inputs
 
 
 def naive_delta(op, w, inputs, rows):

@@ -16,7 +16,7 @@ from edge_dflash.builder import decide
 from edge_dflash.builder import write as builder
 from edge_dflash.builder.convert import weight_tensors
 from edge_dflash.builder.write import BuildConfig, build
-from edge_dflash.bundle.parts import Part, native_stacks, tensor_file, write_file
+from edge_dflash.bundle.parts import Part, tensor_file, write_file
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BackendError, RecipeError
 from edge_dflash.model import pair_programs
@@ -208,15 +208,6 @@ def test_a_shared_expert_that_is_no_multiple_is_refused():
         BackendError, match=r"experts\.0\.gate_proj has 16 rows, the shared expert 40; the native kernels"
     ):
         pair_experts(programs, formats_of(WIDE))
-
-
-def test_a_mixture_without_a_shared_expert_has_no_parts():
-    pair = read_pair(GOLDEN / WIDE, None)
-    experts = replace(pair.target.experts, shared_intermediate=None)
-    programs = pair_programs(replace(pair, target=replace(pair.target, experts=experts)))
-    formats = {n: "nvfp4" if spec.kind == "linear" else "bf16" for n, spec in programs.weights.items()}
-    assert {(s.parts, s.members) for s in pair_experts(programs, formats).values()} == {(0, EXPERTS)}
-    assert not any("shared" in name for stack in native_stacks(programs, formats).values() for name in stack.names)
 
 
 def test_experts_pass_through_memory_one_by_one(tmp_path):

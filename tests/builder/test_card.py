@@ -70,12 +70,6 @@ def test_a_damaged_card_is_refused_with_its_field_and_the_remedy(tmp_path, chang
     assert words in str(error.value)
 
 
-def test_text_that_is_no_json_is_refused(tmp_path):
-    (tmp_path / CARD).write_text("{")
-    with pytest.raises(CheckpointError, match="is not JSON"):
-        read_card(tmp_path)
-
-
 def test_the_warning_begins_where_the_margin_ends():
     said = accept_length(CHECKS)
     enough = [CardCheck((1, 2, 3), (said * (1 - MARGIN) + 0.01,))]  # of the first prompt alone
@@ -86,9 +80,6 @@ def test_the_warning_begins_where_the_margin_ends():
     assert warning is not None
     assert "accept length 2.00 on the 1 prompts" in warning
     assert "says 3.00" in warning
-
-
-def test_a_card_of_a_worse_drafter_says_so():
     worse = replace(GOOD, better=False, accept_length=CardLengths(3.0, 2.0))
     assert "worse than the one" in card_warning(worse, CHECKS)
 

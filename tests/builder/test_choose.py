@@ -169,16 +169,6 @@ def test_backends_that_contradict_each_other_are_refused(both, changes, words):
         parse_manifest(dump_manifest(replace(both.manifest, **changes)))
 
 
-def test_one_backend_is_written_as_before_there_were_two(built):
-    import json
-
-    for name, schema in ((None, 2), ("native", 1), ("tensorrt", 1)):
-        body = json.loads((built[name] / "manifest.json").read_text())
-        assert body["schema"] == schema
-        assert ("standby" in body) == (name is None)
-        assert "trial" not in body
-
-
 def test_a_build_on_the_board_itself_builds_the_plans_at_once(fake, tmp_path, monkeypatch):
     on(monkeypatch, 110)
     install(monkeypatch, "10.13.3.9")

@@ -1,5 +1,4 @@
 import errno
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -171,12 +170,6 @@ def test_files_that_may_not_be_read_are_named(bundle, monkeypatch, opened):
 
         monkeypatch.setattr(place, "open", refuse)
     refused(bundle, f"cannot read {bundle / opened}: Permission denied; check its permissions")
-
-
-def test_newer_schema_is_refused(bundle):
-    body = json.loads((bundle / "manifest.json").read_text())
-    (bundle / "manifest.json").write_text(json.dumps({**body, "schema": 6}))
-    refused(bundle, "schema is 6, this version reads 1 to 5; update edge-dflash")
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def test_weight_bytes_of_each_format(form, size):
 
 
 def test_state_bytes_by_hand():
-    states = [KvState(2, 32), DeltaState(6, 32, 32, 320, 4), KvState(4, 16)]
+    states = [KvState(2, 32), DeltaState(2, 6, 32, 32, 4), KvState(4, 16)]
     assert footprint.kv_bytes_per_token(states, "fp8") == 2 * 2 * 32 + 2 * 4 * 16
     assert footprint.kv_bytes_per_token(states, "bfloat16") == 2 * 256
     assert footprint.kv_bytes_per_token(states, "float32") == 4 * 256

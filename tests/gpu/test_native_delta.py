@@ -49,7 +49,7 @@ class Layer:
         conv = bf16(s.channels, s.conv_kernel, generator=g, scale=0.5)
         a_log, dt_bias = bf16(s.value_heads, generator=g), bf16(s.value_heads, generator=g)
         self.weights = DeltaWeights(conv, a_log, dt_bias, bf16(s.value_dim, generator=g, scale=0.2) + 1.0)
-        self.memory = DeltaMemory(DeltaState(s.value_heads, s.key_dim, s.value_dim, s.channels, s.conv_kernel))
+        self.memory = DeltaMemory(DeltaState(s.key_heads, s.value_heads, s.key_dim, s.value_dim, s.conv_kernel))
         up = device.up
         packed = torch.from_numpy(s.packed_conv(conv.numpy()))
         zeros = torch.zeros

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from golden_pairs import GOLDEN, NAMES, WALKS, directories, pair, programs
+from golden_pairs import NAMES, WALKS, directories, pair, programs
 
 from edge_dflash.common.tables import decode, encode
 from edge_dflash.errors import BundleError, CheckpointError, UnsupportedModelError
@@ -144,7 +144,3 @@ def test_a_tap_may_be_the_embedding():
     assert taps.inputs == ("embedding", "target.layers.3.out", "target.layers.4.out")
     with pytest.raises(CheckpointError, match=r"hold 5, wanted -1 \(the embedding\) to 4"):
         match_pair(spec.target, replace(drafter, target_layer_ids=(5,)))
-
-
-def test_the_goldens_are_those_that_the_tests_name():
-    assert all((GOLDEN / f"golden_{name}.safetensors").is_file() for name in NAMES + WALKS)
