@@ -2,8 +2,8 @@
 
 Every tensor is ``[rows, columns]``; ``rows`` (tokens in this pass) is the only free dimension. An op names its input
 tensors, its output tensor, its weights and, for state ops, the state it touches; what a spec says of it are fields that
-it inherits from the spec. Row r of a pass is the token at
-absolute position ``length + r``, where ``length`` is the number of committed rows, kept by the backend.
+it inherits from the spec. Row r of a pass is the token at absolute position ``length + r``, where ``length`` is the
+number of committed rows, kept by the backend.
 
 Dense ops are pure and row-wise, but for :class:`GroupedConv` and the walks, which only propose passes have, and for
 :class:`FrameAttend` and :class:`Fold` of a vision tower. State ops read and write memory that outlives the pass.
