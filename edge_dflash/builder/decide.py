@@ -107,14 +107,6 @@ def _named(arch: str, found: Arch, backend: str) -> tuple[str, ...]:
     return ordered(names)
 
 
-def decide_lanes(asked: int | None, recipe: Recipe) -> int:
-    """Sequences at once that a bundle opens with: as asked, else the recipe's. Raises BuildError."""
-    lanes = recipe.context.lanes if asked is None else asked
-    if not 1 <= lanes <= MOST_LANES:
-        raise BuildError(f"lanes is {lanes}, accepted are 1 to {MOST_LANES}")
-    return lanes
-
-
 def decide_native(
     arch: str, recipe: Recipe, pair: PairSpec, store: WeightStore, formats: Mapping[str, WeightFormat]
 ) -> tuple[dict[str, WeightFormat], tuple[str, ...]]:
@@ -322,7 +314,7 @@ def decide(config: BuildConfig) -> Decisions:
     programs = pair_programs(pair)
     default = default_chunk(choice.arch, programs, choice.arch.most_rows, plans="tensorrt" in choice.backends)
     max_context, chunk = _sizes(config, recipe, pair, default)
-    lanes = decide_lanes(config.lanes, recipe)
+    lanes = recipe.context.lanes if config.lanes is None else config.lanes
     tokenizer, warnings = read_tokenizer(config.target, pair)
     store = PairCheckpoint.open(config.target, config.drafter, programs.weights)
     choice, formats, engines, more = _backends(choice, recipe, pair, store, chunk)
@@ -369,6 +361,8 @@ def settle(
     ``inputs``: what a build that is gone on with must have in common with the one before, besides recipe, scales and
     tools. Raises BuildError.
     """
+    if not 1 <= manifest.lanes <= MOST_LANES:
+        raise BuildError(f"lanes is {manifest.lanes}, accepted are 1 to {MOST_LANES}")
     linked, formats, programs = linked or {}, manifest.weights, pair_programs(manifest.pair)
     allowed = config.calibrate
     scales, unmeasured = decide_scales(recipe, manifest.pair, programs, store, formats, tokenizer, allowed=allowed)

@@ -100,7 +100,7 @@ def decide_swap(config: BuildConfig) -> Decisions:
         standby=(),
         pair=pair,
         recipe=recipe.name,
-        lanes=config.lanes or manifest.lanes,
+        lanes=manifest.lanes if config.lanes is None else config.lanes,
         tools={name: version for name, version in manifest.tools.items() if name != plans},
         sources=sources,
         weights=formats,

@@ -128,6 +128,12 @@ def test_a_swap_that_is_gone_on_with_by_another_recipe_begins_again(ids_bundle, 
     assert first.fingerprint["bundle"] == second.fingerprint["bundle"]
 
 
+@pytest.mark.parametrize("lanes", [0, 9])
+def test_lanes_that_no_bundle_opens_with_are_refused(ids_bundle, golden, tmp_path, lanes):
+    with pytest.raises(BuildError, match=f"lanes is {lanes}, accepted are 1 to 8"):
+        build(BuildConfig(ids_bundle, golden / "qwen3_5-tiny-dflash", tmp_path / "out", lanes=lanes, calibrate=False))
+
+
 def test_a_bundle_is_not_put_where_its_target_lies(ids_bundle, golden):
     with pytest.raises(BuildError, match="is a checkpoint of this build"):
         build(BuildConfig(ids_bundle, golden / "qwen3_5-tiny-dflash", ids_bundle, force=True))
