@@ -13,12 +13,18 @@ from typing import Protocol, TypeVar
 
 from edge_dflash.backends.cuda.driver import Gpu, Module
 from edge_dflash.backends.cuda.kernels import attend, conv, delta, sample, small, walk
+from edge_dflash.backends.cuda.kernels.attend import Attention
+from edge_dflash.backends.cuda.kernels.conv import Convolutions
+from edge_dflash.backends.cuda.kernels.delta import DeltaKernels, DeltaScratch
 from edge_dflash.backends.cuda.kernels.experts import ExpertKernels
 from edge_dflash.backends.cuda.kernels.linear import Linears
+from edge_dflash.backends.cuda.kernels.sample import Sampler, SamplingBuffers
+from edge_dflash.backends.cuda.kernels.small import CycleKernels, Small
 from edge_dflash.backends.cuda.kernels.splits import ALONE_ROWS, MOST_ROWS, StreamSplits, row_tile
+from edge_dflash.backends.cuda.kernels.walk import DeviceWalk
 from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, DevicePointer, Matrix, Placement
 from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, mixes
-from edge_dflash.backends.cuda.passes import Buffers, Common, Frame, Kernels, Pass
+from edge_dflash.backends.cuda.passes import Frame, Pass
 from edge_dflash.backends.cuda.schedule import Schedule, place, schedule
 from edge_dflash.backends.cuda.states import Sizes, States
 from edge_dflash.backends.cuda.steps import Convolve, Head, PassStep, Project
@@ -73,6 +79,49 @@ class DeviceLayout:
         """Rows of the embedding and columns of the head."""
         embed = next(op for op in self.programs.verify.ops if isinstance(op, Embed))
         return self.programs.verify.weights[embed.weight].shape[0]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Everything that launches, but for dense ops."""
+
+    small: Small
+    cycle: CycleKernels
+    sampler: Sampler
+    attention: Mapping[str, Attention]  # by KV state
+    delta: Mapping[str, DeltaKernels]  # by gated delta state
+    conv: Convolutions
+    walker: DeviceWalk | None = None  # of a drafter whose drafts depend on each other
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Memory that passes share."""
+
+    control: DevicePointer  # of every slot
+    arena: DevicePointer
+    attention: DevicePointer  # scratch
+    delta: DeltaScratch
+    linear: DevicePointer  # scratch
+    ids: DevicePointer  # of a pass: [rows of all slots, or of a prefill] int32
+    drafts: DevicePointer  # choices of the drafter, of which a slot's row 0 may be no draft: [rows of all slots] int32
+    choices: DevicePointer  # of the target: [rows of all slots] int32
+    logits: Matrix  # [rows of all slots, V] BF16
+    clock: DevicePointer
+    counted: DevicePointer  # rows of a slot's verify that count, as in kernels/control.cuh: [slots, COUNTED_WORDS]
+    sampling: SamplingBuffers
+    images: DevicePointer  # rows of images in a prefill pass [rows, H] BF16; of no bytes without a tower
+
+
+@dataclass(frozen=True)
+class Common:
+    """What all passes share, whoever computes their dense ops."""
+
+    layout: DeviceLayout
+    states: States
+    kernels: Kernels
+    buffers: Buffers
+    embeddings: Mapping[str, DevicePointer]
 
 
 @dataclass(frozen=True)
@@ -221,12 +270,12 @@ def load(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, c
         return gpu.load(cubin(unit))
 
     kernels = Kernels(
-        small=small.Small(gpu, module(small.UNIT)),
-        cycle=small.CycleKernels(gpu, module(small.CYCLE_UNIT)),
-        sampler=sample.Sampler(gpu, module(sample.UNIT)),
-        attention=_faces(gpu, attend.Attention, module(attend.UNIT), states.shapes),
-        delta=_faces(gpu, delta.DeltaKernels, module(delta.UNIT), states.delta_shapes) if states.delta_shapes else {},
-        conv=conv.Convolutions(gpu, module(conv.UNIT)),
+        small=Small(gpu, module(small.UNIT)),
+        cycle=CycleKernels(gpu, module(small.CYCLE_UNIT)),
+        sampler=Sampler(gpu, module(sample.UNIT)),
+        attention=_faces(gpu, Attention, module(attend.UNIT), states.shapes),
+        delta=_faces(gpu, DeltaKernels, module(delta.UNIT), states.delta_shapes) if states.delta_shapes else {},
+        conv=Convolutions(gpu, module(conv.UNIT)),
         walker=_walker(gpu, layout, weights, module, memory),
     )
     _put_norms(layout, states)
@@ -292,7 +341,7 @@ def _put_norms(layout: DeviceLayout, states: States) -> None:
 
 def _walker(
     gpu: Gpu, layout: DeviceLayout, weights: NativeWeights, module: Callable[[str], Module], memory: Allocator
-) -> walk.DeviceWalk | None:
+) -> DeviceWalk | None:
     if (shape := layout.walk) is None:
         return None
 
@@ -303,7 +352,7 @@ def _walker(
 
     loaded = walk.WalkWeights.load(shape.op, matrix, weights.vector, memory)
     buffers = walk.WalkBuffers.take(memory, shape, layout.sizes.slots)
-    return walk.DeviceWalk(gpu, module(walk.UNIT), shape, loaded, buffers, layout.sizes.of_pass("propose"))
+    return DeviceWalk(gpu, module(walk.UNIT), shape, loaded, buffers, layout.sizes.of_pass("propose"))
 
 
 def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocator) -> Buffers:
@@ -315,7 +364,7 @@ def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocat
         control=memory.take("cycle", CONTROL_BYTES * slots),
         arena=memory.take("activations", layout.arena_bytes),
         attention=memory.take("scratch", states.attention_scratch),
-        delta=delta.DeltaScratch(memory.take("scratch", floats), memory.take("scratch", counters)),
+        delta=DeltaScratch(memory.take("scratch", floats), memory.take("scratch", counters)),
         linear=memory.take("scratch", scratch),
         ids=memory.take("cycle", 4 * max(sizes.prefill_rows, rows)),
         drafts=memory.take("cycle", 4 * rows),
@@ -323,7 +372,7 @@ def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocat
         logits=Matrix(memory.take("logits", 2 * rows * stride), stride),
         clock=memory.take("cycle", small.clock_bytes(sizes.lanes)),
         counted=memory.take("cycle", 4 * small.COUNTED_WORDS * slots),
-        sampling=sample.SamplingBuffers.take(memory, tile, vocabulary, slots),
+        sampling=SamplingBuffers.take(memory, tile, vocabulary, slots),
         images=memory.take("activations", layout.image_bytes),
     )
 

@@ -1,4 +1,4 @@
-"""What all passes of a loaded pair share, and one pass: a Schedule as calls of the kernel faces, over one arena.
+"""One pass of a loaded pair: a Schedule as calls of the kernel faces, over one arena.
 
 The head's ids and logits lie outside the arena, because they outlive the pass. :class:`Frame` is what every pass needs,
 whoever computes its dense ops; :class:`Pass` computes them by launches. Enqueues only; allocates nothing.
@@ -9,71 +9,23 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from edge_dflash.backends.cuda import steps
 from edge_dflash.backends.cuda.kernels.attend import AttendTensors, Attention, KvMemory
-from edge_dflash.backends.cuda.kernels.conv import Convolutions
-from edge_dflash.backends.cuda.kernels.delta import DeltaKernels, DeltaScratch, DeltaTensors
+from edge_dflash.backends.cuda.kernels.delta import DeltaTensors
 from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights
-from edge_dflash.backends.cuda.kernels.sample import Sampler, SamplingBuffers
-from edge_dflash.backends.cuda.kernels.small import CycleKernels, Small
-from edge_dflash.backends.cuda.kernels.walk import DeviceWalk
 from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix, Norm, Words
 from edge_dflash.backends.cuda.mixtures import Mixtures
 from edge_dflash.backends.cuda.schedule import strides_of_blocks
-from edge_dflash.backends.cuda.states import States
 from edge_dflash.backends.cuda.steps import PassStep
 from edge_dflash.model import ops
 from edge_dflash.weights.stacks import Stack
 
 if TYPE_CHECKING:
-    from edge_dflash.backends.cuda.loading import DeviceLayout
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Everything that launches, but for dense ops."""
-
-    small: Small
-    cycle: CycleKernels
-    sampler: Sampler
-    attention: Mapping[str, Attention]  # by KV state
-    delta: Mapping[str, DeltaKernels]  # by gated delta state
-    conv: Convolutions
-    walker: DeviceWalk | None = None  # of a drafter whose drafts depend on each other
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """Memory that passes share."""
-
-    control: DevicePointer  # of every slot
-    arena: DevicePointer
-    attention: DevicePointer  # scratch
-    delta: DeltaScratch
-    linear: DevicePointer  # scratch
-    ids: DevicePointer  # of a pass: [rows of all slots, or of a prefill] int32
-    drafts: DevicePointer  # choices of the drafter, of which a slot's row 0 may be no draft: [rows of all slots] int32
-    choices: DevicePointer  # of the target: [rows of all slots] int32
-    logits: Matrix  # [rows of all slots, V] BF16
-    clock: DevicePointer
-    counted: DevicePointer  # rows of a slot's verify that count, as in kernels/control.cuh: [slots, COUNTED_WORDS]
-    sampling: SamplingBuffers
-    images: DevicePointer  # rows of images in a prefill pass [rows, H] BF16; of no bytes without a tower
-
-
-@dataclass(frozen=True)
-class Common:
-    """What all passes share, whoever computes their dense ops."""
-
-    layout: DeviceLayout
-    states: States
-    kernels: Kernels
-    buffers: Buffers
-    embeddings: Mapping[str, DevicePointer]
+    from edge_dflash.backends.cuda.loading import Common
 
 
 class Frame(ABC):

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.kernels.sample import Chooser
 from edge_dflash.backends.cuda.kernels.walk import DeviceWalk
+from edge_dflash.backends.cuda.loading import Buffers
 from edge_dflash.backends.cuda.memory import DevicePointer
-from edge_dflash.backends.cuda.passes import Buffers
 from edge_dflash.decode.sampling import GREEDY, Packed, Sampling
 from edge_dflash.weights.formats import bf16_to_f32
 

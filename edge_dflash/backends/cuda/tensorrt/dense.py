@@ -14,10 +14,10 @@ from typing import Literal
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.kernels.experts import ExpertKernels
 from edge_dflash.backends.cuda.kernels.tower import check_tower, most_patches
-from edge_dflash.backends.cuda.loading import DeviceLayout
+from edge_dflash.backends.cuda.loading import Common, DeviceLayout
 from edge_dflash.backends.cuda.memory import Allocator, Placement, aligned
 from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, mixes
-from edge_dflash.backends.cuda.passes import Common, Frame
+from edge_dflash.backends.cuda.passes import Frame
 from edge_dflash.backends.cuda.schedule import Schedule, place
 from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.cuda.steps import PassStep
