@@ -18,11 +18,11 @@ sys.path.append(str(Path(__file__).parents[2]))
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 import numpy as np
+import test_native_sample
+import test_native_walk
 import torch
 from native_lanes_support import LANES, Slot, set_slots
 from native_state_support import CACHE, Device, bf16
-from test_native_sample import KINDS, choices, logits
-from test_native_walk import HEADS, random_case
 
 from edge_dflash.backends.cuda.kernels import attend, delta
 from edge_dflash.backends.cuda.kernels.attend import AttendShape, AttendTensors, Attention, KvMemory
@@ -176,15 +176,18 @@ def attention(bench):
         x = AttendTensors(
             *(Matrix(bench.x, n) for n in (heads * (1 + shape.gated), columns, columns)), Matrix(bench.y, heads)
         )
-        face = Attention(device.gpu, device.module(attend.UNIT), shape)
+        face, scratch = (
+            Attention(device.gpu, device.module(attend.UNIT), shape),
+            device.gpu.allocate(shape.scratch_bytes),
+        )
         for slots, context in product(SLOTS if lanes > 1 else (1,), (0, 512, 2048, 8192)):
             set_slots(device, [Slot(i, context) for i in range(lanes)])
-            calls = [partial(face.attend, x, m, bench.scratch, device.words(slots=slots)) for m in memories]
+            calls = [partial(face.attend, x, m, scratch, device.words(slots=slots)) for m in memories]
             yield f"{model}, {slots} slots of {lanes} at {context}", calls, 2 * columns * (context + 16) * slots
         layers = [(x.k, x.v, memory) for memory in memories[:5]]
         yield f"{model}, five layers appended", [partial(face.append, layers, device.words())], 5 * 16 * columns * 6
         device.set(length=0, rows=512)
-        calls = [partial(face.attend, x, m, bench.scratch, device.words(prefill=True)) for m in memories]
+        calls = [partial(face.attend, x, m, scratch, device.words(prefill=True)) for m in memories]
         yield f"{model}, prefill of 512 rows", calls, 2 * columns * 512
 
 
@@ -225,10 +228,11 @@ def gated_delta(bench):
 
 def sampling(bench, columns=248_320):
     """Choices of 16 rows, whose logits lie in the L2 cache as after the head."""
-    ours = choices(columns)
+    test_native_sample.device = lambda: bench.device
+    ours = test_native_sample.choices(columns)
     block = Block(ours.device.word(Control.LENGTH), 1, 0, 16)
-    for kind, settings in product(KINDS, SETTINGS):
-        ours.put(logits(kind, 16, columns))
+    for kind, settings in product(test_native_sample.KINDS, SETTINGS):
+        ours.put(test_native_sample.logits(kind, 16, columns))
         ours.chooser.prepare(settings)
         call = partial(ours.sampler.choose, ours.buffers, ours.matrix, ours.buffers.chosen, block)
         yield f"{kind}, {settings}", [call] * 20, 2 * 16 * columns
@@ -236,8 +240,11 @@ def sampling(bench, columns=248_320):
 
 def walk(bench):
     """Candidates and walks of a drafter with a vocabulary of 248,320."""
-    for head, settings in product(HEADS, (GREEDY, Sampling(0.7, 20, 0.95, 1))):
-        case = random_case(head, (248_320, 5120, 256, 16 if head == "selector" else 64, 7 if head == "selector" else 8))
+    test_native_walk.device.made = bench.device
+    for head, settings in product(test_native_walk.HEADS, (GREEDY, Sampling(0.7, 20, 0.95, 1))):
+        case = test_native_walk.random_case(
+            head, (248_320, 5120, 256, 16 if head == "selector" else 64, 7 if head == "selector" else 8)
+        )
         case.prepare()
         case.walk(settings)
         call = partial(case.walker.walk, case.logits, case.device.control, case.counted, case.tokens, case.sampling)

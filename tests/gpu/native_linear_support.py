@@ -52,7 +52,10 @@ class Split(Linears):
 
 
 def linears_of(device, family):
-    """The linears of a family of kernels, where this device runs it; "few": of 20 multiprocessors without clusters."""
+    """The linears of a family of kernels, where this device runs it; "own": its own for 32 rows.
+
+    "few": those of 20 multiprocessors without clusters.
+    """
     gpu, arch = copy.copy(device.gpu), f"sm{device.gpu.sm}" + ("a" if device.gpu.sm >= 90 else "")
     if family == "hopper" and not hopper(gpu.sm, 16):
         pytest.skip("this device has no warpgroup products")
