@@ -10,10 +10,9 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, fields
 from hashlib import sha256
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,15 +46,6 @@ class TargetAnswer:
     def key(self) -> tuple[int, str, int]:
         """Which answer of a file it is."""
         return self.task, self.way, self.number
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """An answer that is missing."""
-
-    task: TrainingTask
-    way: Way
-    number: int = 0
 
 
 def prompt_ids(tokenizer: Tokenizer, task: TrainingTask) -> tuple[int, ...]:
@@ -95,36 +85,27 @@ def make_answers(
     tokenizer = open_tokenizer(planner)
     begin_file(file, data)
     done = {one.key for one in read_answers(file)}
-    whole = list(_wanted(data, sampled))
-    rest = [one for one in whole if (one.task.index, one.way, one.number) not in done]
-    progress(STAGE, len(whole) - len(rest), len(whole))
-    made = 0
+    wanted = list(_wanted(data, sampled))
+    rest = [(task, way, number) for task, way, number in wanted if (task.index, way, number) not in done]
+    made, kept, skipped = 0, len(done), len(wanted) - len(rest)
+    progress(STAGE, skipped, len(wanted))
     with file.open("ab") as out, ThreadPoolExecutor(2 * planner.shape.lanes) as pool:
-        waiting = iter(rest)
-        pending: set[Future[TargetAnswer | None]] = set()
-        synced, finished, kept = time.monotonic(), len(whole) - len(rest), len(done)
+        synced = time.monotonic()
 
-        def ask(one: _Asked) -> TargetAnswer | None:
-            return _answer(planner, tokenizer, data, one, new_tokens, temperature)
+        def ask(task: TrainingTask, way: Way, number: int) -> TargetAnswer | None:
+            return _answer(planner, tokenizer, data, task, way, number, new_tokens, temperature)
 
         try:
-            while True:
-                pending |= {pool.submit(ask, one) for one in islice(waiting, 4 * planner.shape.lanes - len(pending))}
-                if not pending:
-                    break
-                ready, pending = wait(pending, return_when=FIRST_COMPLETED)
-                for future in ready:
-                    answer = future.result()
-                    if answer is not None:
-                        out.write(_line(answer))
-                        made += len(answer.tokens)
-                        kept += 1
+            for finished, future in enumerate(as_completed([pool.submit(ask, *one) for one in rest]), skipped + 1):
+                if (answer := future.result()) is not None:
+                    out.write(_line(answer))
+                    made += len(answer.tokens)
+                    kept += 1
                 out.flush()
                 if time.monotonic() - synced > _SYNC:
                     os.fsync(out.fileno())
                     synced = time.monotonic()
-                finished += len(ready)
-                progress(STAGE, finished, len(whole))
+                progress(STAGE, finished, len(wanted))
         finally:
             pool.shutdown(cancel_futures=True)
         os.fsync(out.fileno())
@@ -195,38 +176,41 @@ def _body(line: bytes) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def _wanted(data: TrainingData, sampled: int) -> Iterator[_Asked]:
+def _wanted(data: TrainingData, sampled: int) -> Iterator[tuple[TrainingTask, Way, int]]:
+    """Task, way and number of all answers."""
     for task in data.tasks:
-        if task.heldout:
-            yield _Asked(task, "greedy")
-        elif task.answer is not None:
-            yield _Asked(task, "given")
-        else:
-            yield _Asked(task, "greedy")
-            for number in range(sampled):
-                yield _Asked(task, "sampled", number)
+        given = task.answer is not None and not task.heldout
+        yield task, "given" if given else "greedy", 0
+        if not given and not task.heldout:
+            yield from ((task, "sampled", number) for number in range(sampled))
 
 
 def _answer(
-    planner: Planner, tokenizer: Tokenizer, data: TrainingData, one: _Asked, new_tokens: int, temperature: float
+    planner: Planner,
+    tokenizer: Tokenizer,
+    data: TrainingData,
+    task: TrainingTask,
+    way: Way,
+    number: int,
+    new_tokens: int,
+    temperature: float,
 ) -> TargetAnswer | None:
     """The answer to one prompt; None where it does not fit."""
-    task = one.task
     try:
         prompt = prompt_ids(tokenizer, task)
         if (room := planner.shape.usable_context - len(prompt)) < 1:
             return None
-        if one.way == "given":
+        if way == "given":
             end = _end(planner, tokenizer) if task.whole else ()
             tokens = (*tokenizer.encode_text(task.answer or ""), *end)[:room]
-            return TargetAnswer(task.index, one.way, 0, False, prompt, tokens)
-        options: PlanOptions = {**task.options, "raw": task.raw, "max_new_tokens": min(new_tokens, room)}  # type: ignore[typeddict-item]
-        if one.way == "sampled":
-            options |= {"temperature": temperature, "seed": task.index * 1009 + one.number}
-        plan = planner.plan(task.asked, **options)  # the words, not the ids: a system prompt is computed once
+        else:
+            options: PlanOptions = {**task.options, "raw": task.raw, "max_new_tokens": min(new_tokens, room)}  # type: ignore[typeddict-item]
+            if way == "sampled":
+                options |= {"temperature": temperature, "seed": task.index * 1009 + number}
+            tokens = planner.plan(task.asked, **options).tokens  # the words: a system prompt is computed once
     except RequestError as error:
         raise RequestError(f"{data.path}: line {task.index + 1}: {error}") from None
-    return TargetAnswer(task.index, one.way, one.number, task.heldout, prompt, plan.tokens)
+    return TargetAnswer(task.index, way, number, task.heldout, prompt, tokens)
 
 
 def _end(planner: Planner, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -11,8 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from edge_dflash.board.linux import read_memory
+from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import MarkovWalk, SelectorWalk
@@ -22,14 +27,14 @@ from edge_dflash.training.answers import open_tokenizer, prompt_ids
 from edge_dflash.training.data import TrainingData, spread
 from edge_dflash.training.drafter import drafter_spec, drafter_weights
 from edge_dflash.training.evaluate import ways
-from edge_dflash.training.taps import tap_rows
+from edge_dflash.training.taps import shard_bytes, tap_rows
 from edge_dflash.training.workdir import TrainingRun
 
 FLOAT, BF16 = 4, 2  # bytes
 ROWS_MLP = 4  # tensors kept of a layer's MLP for each row of a block
 LOGITS = 3.0  # float32 tensors as large as the logits: themselves, their softmax, their gradient
 SELECTED, CHAINED = 1.5, 2.5  # more of them, with DFlash2's selector and with DSpark's head and the target's softmax
-REPLACED = 36  # bytes of the disk for a parameter: two checkpoints (3 x 4 each), the best twice (4), two in BF16
+REPLACED = 36  # bytes of the disk for a parameter: two checkpoints (3 x 4 each, and the best, 4), two in BF16
 SPARE = 0.08  # of the sum: what the allocator cannot hand out, and its workspaces
 CONTEXT_BYTES = 600 << 20  # of the device, before the first tensor
 PROBE_TOKENS = 24  # that are timed, with the drafter and without
@@ -38,60 +43,73 @@ FEWER = "fewer --prompts, --sampled, --evaluated or --new-tokens make it shorter
 
 
 @dataclass(frozen=True)
+class Device:
+    """What trains: "cuda" or "cpu"."""
+
+    name: str
+    size: int | None  # bytes of its memory; None: not known
+
+    @classmethod
+    def found(cls) -> Device:
+        """That of this machine: its GPU where torch finds one."""
+        if torch.cuda.is_available():
+            return cls("cuda", torch.cuda.get_device_properties(0).total_memory)
+        state = read_memory(Path("/"))
+        return cls("cpu", None if state is None else state.total)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether products are in BF16."""
+        return self.name != "cpu"
+
+
+@dataclass(frozen=True)
 class Forecast:
-    """What a training needs, at most."""
+    """What a training needs, at most: every answer is as long as ``--new-tokens`` allows, and none shares a pass."""
 
     parameters: int  # of the drafter
     memory: Mapping[str, int]  # bytes on the device by purpose, see training_bytes
-    device: int | None  # bytes that it has
+    device: int | None  # bytes that it has; None: not known
     disk: int  # bytes of the shards of taps
     files: int  # bytes of checkpoints, weights and the second bundle
-    seconds: Mapping[str, float]  # by stage
+    seconds: Mapping[str, float]  # by stage; without "training" where it ends behind so many steps
+    longest: int  # tokens of a prompt and its answer
 
     def to_json(self) -> dict[str, Any]:
         """One object with stable keys; bytes and hours."""
         hours = {name: seconds / 3600 for name, seconds in self.seconds.items()}
-        sizes = {name: value for name, value in vars(self).items() if name != "seconds"}
+        sizes = {name: value for name, value in vars(self).items() if name not in ("seconds", "longest")}
         return {**sizes, **{f"{name}_hours": spent for name, spent in hours.items()}, "hours": sum(hours.values())}
 
     @property
+    def time(self) -> str:
+        """Hours, for people."""
+        besides = "" if "training" in self.seconds else " besides the steps"
+        times = ", ".join(f"{name} {clock(spent)}" for name, spent in self.seconds.items())
+        return f"time at most{besides}: {clock(sum(self.seconds.values()))} ({times})"
+
+    @property
     def lines(self) -> tuple[str, ...]:
-        """The same for people."""
+        """All of it, for people."""
         unsaid = ("reused", "total")
         parts = ", ".join(f"{name} {gigabytes(n)}" for name, n in self.memory.items() if n and name not in unsaid)
-        times = ", ".join(f"{name} {clock(spent)}" for name, spent in self.seconds.items())
         there = "" if self.device is None else f" of {gigabytes(self.device)}"
         return (
             f"drafter: {self.parameters / 1e6:,.1f} M parameters",
             f"memory of the device: {gigabytes(self.memory['total'])}{there} ({parts})",
             *filter(None, [memory_warning(self.memory, self.device)]),
             f"disk: {gigabytes(self.disk)} for taps, {gigabytes(self.files)} for checkpoints and bundles",
-            f"time at most: {clock(sum(self.seconds.values()))} ({times})",
+            self.time,
         )
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """Tokens, and seconds of the stages besides the steps, at most."""
+def forecast(
+    run: TrainingRun, planner: Planner, bundle: Bundle, data: Sequence[TrainingData], evaluated: int, device: Device
+) -> Forecast | None:
+    """The forecast of a run whose first bundle is open; None where a few tokens cannot be timed.
 
-    tokens: int  # of all prompts and answers
-    longest: int  # of a prompt and its answer
-    answers: float
-    taps: float
-    evaluation: float  # before and after
-
-    def line(self, run: TrainingRun) -> str:
-        """For people."""
-        training = f"{run.minutes:g} min, which --minutes bounds" if run.minutes else f"{run.steps} steps"
-        return (
-            f"at most {clock(self.answers + self.taps + 60 * run.minutes + self.evaluation)} in all"
-            f"{'' if run.minutes else ' besides the steps'}: answers {clock(self.answers)}, taps {clock(self.taps)}, "
-            f"training {training}, evaluation {clock(self.evaluation)}; {FEWER}"
-        )
-
-
-def outlook(run: TrainingRun, planner: Planner, data: Sequence[TrainingData], evaluated: int) -> Outlook | None:
-    """The outlook of a run whose pair is loaded; None where a few tokens cannot be timed."""
+    ``evaluated``: tasks that are decoded before and after.
+    """
     tokenizer, usable = open_tokenizer(planner), planner.shape.usable_context
     read = [(task, len(prompt_ids(tokenizer, task))) for each in data for task in spread(each.tasks, _READ)]
     fitting = [(task, length) for task, length in read if length + PROBE_TOKENS < usable]
@@ -111,12 +129,19 @@ def outlook(run: TrainingRun, planner: Planner, data: Sequence[TrainingData], ev
     asked = sum(1 if task.heldout else 1 + run.sampled for task in tasks if task.heldout or task.answer is None)
     given = sum(task.answer is not None and not task.heldout for task in tasks)
     tokens = round((asked + given) * min(prompt + run.new_tokens, usable))
-    return Outlook(
-        tokens=tokens,
-        longest=min(max(length for _, length in fitting) + run.new_tokens, usable),
-        answers=asked * one,
-        taps=tokens / prompt_rate,
-        evaluation=2 * len(ways(tasks)) * (evaluated * one + min(run.plain, evaluated) * plain),
+    longest = min(max(length for _, length in fitting) + run.new_tokens, usable)
+    stages = {"answers": asked * one, "taps": tokens / prompt_rate}
+    if run.minutes:
+        stages["training"] = 60 * run.minutes
+    stages["evaluation"] = 2 * len(ways(tasks)) * (evaluated * one + min(run.plain, evaluated) * plain)
+    return Forecast(
+        parameters=drafter_parameters(bundle.pair),
+        memory=training_bytes(bundle.pair, run, longest, mixed=device.mixed),
+        device=device.size,
+        disk=shard_bytes(bundle.pair, tokens),
+        files=training_files(bundle),
+        seconds=stages,
+        longest=longest,
     )
 
 
@@ -192,9 +217,9 @@ def logit_tensors(pair: PairSpec) -> float:
             return LOGITS
 
 
-def training_files(pair: PairSpec, bundle: int) -> int:
-    """Bytes on the disk besides taps and the first bundle, of so many bytes: checkpoints, weights, the other bundle."""
-    return REPLACED * drafter_parameters(pair) + bundle
+def training_files(bundle: Bundle) -> int:
+    """Bytes on the disk besides taps and the first bundle: checkpoints, weights, the other bundle."""
+    return REPLACED * drafter_parameters(bundle.pair) + bundle.manifest.size
 
 
 def clock(seconds: float) -> str:

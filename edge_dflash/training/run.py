@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from edge_dflash.board.linux import read_memory
 from edge_dflash.builder.card import DrafterCard, read_card, write_card
 from edge_dflash.builder.swap import is_bundle
 from edge_dflash.builder.write import BuildConfig, build
@@ -32,12 +31,11 @@ from edge_dflash.training.data import TrainingData, TrainingTask, read_mixture, 
 from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter
 from edge_dflash.training.evaluate import Measure, card_of, evaluate, shaped, warnings
 from edge_dflash.training.forecast import (
+    Device,
     Forecast,
-    Outlook,
-    drafter_parameters,
+    forecast,
     gigabytes,
     memory_warning,
-    outlook,
     training_bytes,
     training_files,
 )
@@ -97,26 +95,19 @@ def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda li
         data = training.prompts()
         bundle = training.before()
         with training.planner(bundle) as planner:
-            ahead = training.outlook(planner, data)
-        if ahead is None:
+            told = training.forecast(planner, bundle, data)
+        if told is None:
             raise RequestError(
                 f"no prompt leaves room for an answer that can be timed in the context of {work.before}; give shorter "
                 "prompts, or a larger --max-context"
             )
-        memory = training.check_memory(bundle.pair, ahead.longest, "at most")
-        steps = run.steps * training.step_seconds(bundle, ahead.longest, folder) if run.steps else 60 * run.minutes
-        taps = shard_bytes(bundle.pair, ahead.tokens)
-        if taps > run.disk * 1e9:
-            say(f"warning: {_too_large(taps, run)}")
+        if run.steps:
+            steps = run.steps * training.step_seconds(bundle, told.longest, folder)
+            told = replace(told, seconds={**told.seconds, "training": steps})
+        if told.disk > run.disk * 1e9:
+            say(f"warning: {_too_large(told.disk, run)}")
         say(f"the first bundle is kept in {work.before}")
-        return Forecast(
-            parameters=drafter_parameters(bundle.pair),
-            memory=memory,
-            device=device_bytes(training.device),
-            disk=taps,
-            files=training_files(bundle.pair, bundle.manifest.size),
-            seconds={"answers": ahead.answers, "taps": ahead.taps, "training": steps, "evaluation": ahead.evaluation},
-        )
+        return told
 
 
 @dataclass(frozen=True)
@@ -127,7 +118,7 @@ class Training:
     work: TrainingDir
     progress: Progress = unheard
     say: Say = lambda line: None
-    device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
+    device: Device = field(default_factory=Device.found)
 
     def run_stages(self) -> tuple[Path, DrafterCard]:
         """All of them; where the drafter lies, and its card."""
@@ -140,8 +131,7 @@ class Training:
         samples = [sample(one) for file in answers for one in file]
         self.check_memory(bundle.pair, max(len(one.ids) for one in samples))
         self.check_disk(bundle, samples)
-        shards, _ = write_taps(bundle, samples, work.taps, progress=self.progress, say=self.say)
-        state = self.learn(bundle, Shards(work.taps, shards))
+        state = self.learn(bundle, write_taps(bundle, samples, work.taps, progress=self.progress, say=self.say))
         self.after(bundle)
         measures = self.measure(data)
         card = card_of(run, work.after, bundle, data, answers, state, measures)
@@ -194,26 +184,26 @@ class Training:
         """A bundle of the target with a drafter; the build's warnings."""
         run, arch, backend = self.run, self.run.arch or "cpu", None
         if not is_bundle(run.target):
-            arch = run.arch or _arch(self.device)
+            arch = run.arch or _arch(self.device.name)
             backend = None if arch == "cpu" else "native"
         config = BuildConfig(run.target, drafter, output, arch, backend, run.recipe, run.max_context)
         return build(replace(config, resume=AGAIN), self.progress).warnings
 
     def planner(self, bundle: Bundle) -> Planner:
         """What answers with the first bundle, several prompts at once on a GPU."""
-        lanes = 1 if self.device == "cpu" else 8
+        lanes = 8 if self.device.mixed else 1
         return Planner.open(bundle.path, fallback=False, self_test="off", queue=64, lanes=lanes, progress=self.progress)
 
-    def outlook(self, planner: Planner, data: Sequence[TrainingData]) -> Outlook | None:
-        """How long all takes at most; None where a few tokens cannot be timed."""
-        return outlook(self.run, planner, data, len(self._evaluated(data)))
+    def forecast(self, planner: Planner, bundle: Bundle, data: Sequence[TrainingData]) -> Forecast | None:
+        """What all takes at most; None where a few tokens cannot be timed."""
+        return forecast(self.run, planner, bundle, data, len(self._evaluated(data)), self.device)
 
     def answers(self, bundle: Bundle, data: Sequence[TrainingData]) -> list[tuple[TargetAnswer, ...]]:
         """The target's answers to all prompts, of each file."""
         run, files = self.run, [self.work.answers(index) for index in range(len(data))]
         with self.planner(bundle) as planner:
-            if not any(file.exists() for file in files) and (ahead := self.outlook(planner, data)) is not None:
-                self.say(ahead.line(run))
+            if not any(file.exists() for file in files) and (told := self.forecast(planner, bundle, data)):
+                self.say(f"{told.time}; fewer --prompts, --sampled, --evaluated or --new-tokens make it shorter")
             for each, file in zip(data, files, strict=True):
                 make_answers(
                     planner,
@@ -233,17 +223,16 @@ class Training:
                 )
         return found
 
-    def check_memory(self, pair: PairSpec, tokens: int, bound: str = "about") -> dict[str, int]:
-        """What a step needs with prompts and answers of so many tokens, told; a warning where the device has less."""
-        needed = training_bytes(pair, self.run, tokens, mixed=self.device != "cpu")
+    def check_memory(self, pair: PairSpec, tokens: int, bound: str = "about") -> None:
+        """Tell what a step needs with prompts and answers of so many tokens; warn where the device has less."""
+        needed = training_bytes(pair, self.run, tokens, mixed=self.device.mixed)
         told = f"a step needs {bound} {gigabytes(needed['total'])} of memory"
-        self.say(memory_warning(needed, device_bytes(self.device)) or told)
-        return needed
+        self.say(memory_warning(needed, self.device.size) or told)
 
     def check_disk(self, bundle: Bundle, samples: Sequence[Sample]) -> None:
         """Tell what a training will take. Raises RequestError where that is more than is allowed or free."""
         tokens, work = sum(len(one.ids) for one in samples), self.work
-        size, files = shard_bytes(bundle.pair, tokens), training_files(bundle.pair, bundle.manifest.size)
+        size, files = shard_bytes(bundle.pair, tokens), training_files(bundle)
         self.say(
             f"{len(samples):,} answers, {tokens:,} tokens; their taps take {gigabytes(size)} of the disk, checkpoints "
             f"and bundles {gigabytes(files)}"
@@ -258,7 +247,7 @@ class Training:
                 f"the disk has {gigabytes(free)} free; make room"
             )
 
-    def learn(self, bundle: Bundle, shards: Shards) -> TrainingState:
+    def learn(self, bundle: Bundle, shards: Sequence[Path]) -> TrainingState:
         """Train; the best weights lie in the folder ``training``."""
         torch.manual_seed(self.run.seed)
         if not self.work.has_steps:  # what a training left whose steps were removed
@@ -271,23 +260,23 @@ class Training:
         draw = np.random.default_rng(0)
         ids = draw.integers(0, bundle.pair.target.vocab_size, (self.run.sequences, tokens))
         samples = [Sample(tuple(row), tokens // 2) for row in ids.tolist()]
-        shards, _ = write_taps(bundle, samples, folder / "taps", progress=self.progress)
+        shards = write_taps(bundle, samples, folder / "taps", progress=self.progress)
         run = replace(self.run, steps=TIMED_STEPS, minutes=0.0, checks=1, patience=0, pause=1e9)
-        with self._trainer(bundle, Shards(folder / "taps", shards), run, folder / "probe") as trainer:
+        with self._trainer(bundle, shards, run, folder / "probe") as trainer:
             return trainer.run(self.progress).step_seconds
 
     @contextmanager
     def _trainer(
-        self, bundle: Bundle, shards: Shards, run: TrainingRun, folder: Path, log: Say = lambda line: None
+        self, bundle: Bundle, shards: Sequence[Path], run: TrainingRun, folder: Path, log: Say = lambda line: None
     ) -> Iterator[Trainer]:
         """A trainer of the first bundle's drafter; raises BackendError where the device has no room for it."""
-        weights = read_weights(self.work.start, bundle.pair)
+        weights, where = read_weights(self.work.start, bundle.pair), self.device.name
         weights |= {name: dequantize(bundle.get(name)) for name in bundle.manifest.weights if name == "drafter.d2t"}
-        fp8, kind = bundle.manifest.precision.kv == "fp8", torch.float32 if self.device == "cpu" else torch.bfloat16
+        fp8, kind = bundle.manifest.precision.kv == "fp8", torch.bfloat16 if self.device.mixed else torch.float32
         try:
-            drafter = BlockDrafter(bundle.pair, weights, bundle.manifest.weights, fp8_kv=fp8).to(self.device)
-            lent = Borrowed(*(dequantize(bundle.get(name)).to(self.device, kind) for name in (EMBEDDING, HEAD)))
-            trainer = Trainer(drafter, lent, shards, run, folder, device=self.device, log=log)
+            drafter = BlockDrafter(bundle.pair, weights, bundle.manifest.weights, fp8_kv=fp8).to(where)
+            lent = Borrowed(*(dequantize(bundle.get(name)).to(where, kind) for name in (EMBEDDING, HEAD)))
+            trainer = Trainer(drafter, lent, Shards(shards), run, folder, device=where, log=log)
         except torch.OutOfMemoryError:
             raise BackendError(
                 "the GPU has no room for the drafter and the target's embedding and head; free it, or take a larger one"
@@ -346,14 +335,6 @@ class Training:
 def sample(one: TargetAnswer) -> Sample:
     """An answer as the training reads it."""
     return Sample((*one.prompt, *one.tokens), len(one.prompt), one.heldout)
-
-
-def device_bytes(where: str) -> int | None:
-    """Memory of what trains; None: not known."""
-    if where == "cuda":
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    state = read_memory(Path("/"))
-    return None if state is None else state.total
 
 
 def _check_same(run: TrainingRun, card: DrafterCard, there: Path) -> None:

@@ -1,7 +1,7 @@
 """Prompts, answers and their taps on the disk, and the batches that a training reads of them.
 
 A shard is a safetensors file: ids and taps of several sequences end to end, and where each begins. It is whole or not
-there at all, and says what it was made of and the hash of what it holds.
+there at all, and its name says what it was made of. The hashes that files had when they were written lie next to them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -23,13 +23,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from edge_dflash.bundle.parts import hash_file
-from edge_dflash.errors import CheckpointError, RequestError
+from edge_dflash.common.files import write_whole
+from edge_dflash.errors import RequestError
 from edge_dflash.training.losses import Batch
 from edge_dflash.training.workdir import TrainingRun
 from edge_dflash.weights.safetensors import TensorFiles
 
-SUM = "sha256"  # name of a tensor: the hash of the others of its file
-_SUMS = "sha256.json"  # of the files of a folder
+SUMS = "sha256.json"  # hashes of the files of a folder
 
 
 @contextmanager
@@ -57,53 +57,33 @@ def whole_file(path: Path) -> Iterator[Path]:
             raise
 
 
-def tensors_sum(tensors: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
-    """The hash of some tensors: their names, shapes and bytes. A file holds it as the tensor :data:`SUM`."""
-    found = sha256()
-    for name in sorted(tensors):
-        found.update(f"{name}{list(tensors[name].shape)}".encode())
-        found.update(np.ascontiguousarray(tensors[name]).data.cast("B"))
-    return np.frombuffer(found.digest(), np.uint8)
+def seal(folder: Path, files: Mapping[str, Path]) -> None:
+    """Add files of a folder, by the names that they have or will have there, to its hashes."""
+    found = read_sums(folder) | {name: hash_file(path).sha256 for name, path in files.items()}
+    write_whole(folder / SUMS, json.dumps(found).encode())
 
 
-def read_whole(path: Path) -> TensorFiles:
-    """A file of tensors that are what was written, or of an older version: without a hash.
-
-    Raises CheckpointError where they are not.
-    """
-    files = TensorFiles.open([path])
-    tensors = {name: files.array(name)[1] for name in files.names() if name != SUM}
-    if SUM in files and files.array(SUM)[1].tobytes() != tensors_sum(tensors).tobytes():
-        raise CheckpointError(f"{path} is damaged: its tensors do not have the hash that they were written with")
-    return files
-
-
-def write_sums(folder: Path) -> None:
-    """Leave the hashes of the files of a folder in it."""
-    (folder / _SUMS).write_text(json.dumps(_sums(folder)), encoding="utf-8")
+def read_sums(folder: Path) -> dict[str, str]:
+    """Hashes of the files of a folder when they were written; empty where that is not known."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads((folder / SUMS).read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def damaged_file(folder: Path) -> Path | None:
-    """The first file of a folder that is not what :func:`write_sums` saw; None: all are, or it saw none."""
-    if not (folder / _SUMS).exists():
-        return None
-    try:
-        wanted = json.loads((folder / _SUMS).read_bytes())
-    except (ValueError, RecursionError):
-        wanted = None
-    if not isinstance(wanted, dict):
-        return folder / _SUMS
-    found = _sums(folder)
-    return next((folder / name for name in {**wanted, **found} if found.get(name) != wanted.get(name)), None)
+    """The first file of a folder that is not what was sealed; None: all are."""
+    wanted = read_sums(folder)
+    damaged = (folder / name for name, wanted_sum in wanted.items() if not is_whole(folder / name, wanted_sum))
+    return next(damaged, None if wanted else folder / SUMS)
 
 
-def _sums(folder: Path) -> dict[str, str]:
-    return {path.name: hash_file(path).sha256 for path in sorted(folder.iterdir()) if path.name != _SUMS}
+def is_whole(path: Path, wanted: str | None) -> bool:
+    """Whether a file is there and has the hash that it was written with."""
+    return path.is_file() and hash_file(path).sha256 == wanted
 
 
-SHARD_BYTES = 256 << 20  # of a shard, about
 _POOL = 32  # batches that are sorted by length together, so that little is padding
-_DIGEST = "digest"
 
 
 @dataclass(frozen=True)
@@ -115,45 +95,17 @@ class Sample:
     heldout: bool = False
 
 
-def parts_of(samples: Sequence[Sample], row_bytes: int) -> list[list[Sample]]:
-    """The samples of each shard, by bytes of a token."""
-    most, parts, size = max(1, SHARD_BYTES // row_bytes), list[list[Sample]](), 0
-    for one in samples:
-        if not parts or size + len(one.ids) > most:
-            parts.append([])
-            size = 0
-        parts[-1].append(one)
-        size += len(one.ids)
-    return parts
-
-
-def digest_of(samples: Sequence[Sample], *what: str) -> str:
-    """What a shard of these samples was made of."""
+def shard_path(folder: Path, index: int, samples: Sequence[Sample], *what: str) -> Path:
+    """Where a shard of these samples lies."""
     digest = sha256("\n".join(what).encode())
     for one in samples:
         digest.update(np.array([len(one.ids), one.prompt, one.heldout, *one.ids], np.int64).tobytes())
-    return digest.hexdigest()
+    return folder / f"{index:05}-{digest.hexdigest()[:32]}.safetensors"
 
 
-def shard_path(folder: Path, index: int) -> Path:
-    """Where a shard lies."""
-    return folder / f"{index:05}.safetensors"
-
-
-def shard_done(path: Path, digest: str) -> bool:
-    """Whether a shard was made of this. Raises CheckpointError where it is damaged."""
-    if not path.exists():
-        return False
-    file = read_whole(path)
-    return _DIGEST in file and file.array(_DIGEST)[1].tobytes().hex() == digest
-
-
-def write_shard(
-    path: Path, samples: Sequence[Sample], rows: dict[str, list[npt.NDArray[np.uint16]]], digest: str
-) -> None:
+def write_shard(path: Path, samples: Sequence[Sample], rows: Mapping[str, list[npt.NDArray[np.uint16]]]) -> None:
     """Write a shard whole or not at all: ``rows`` by name ("taps", "last") for each sample. Raises RequestError."""
     tensors: dict[str, npt.NDArray[Any]] = {
-        _DIGEST: np.frombuffer(bytes.fromhex(digest), np.uint8),
         "ids": np.concatenate([np.array(one.ids, np.int32) for one in samples]),
         "lengths": np.array([len(one.ids) for one in samples], np.int64),
         "prompts": np.array([one.prompt for one in samples], np.int64),
@@ -161,16 +113,16 @@ def write_shard(
         **{name: np.concatenate(parts) for name, parts in rows.items()},
     }
     with whole_file(path) as half:
-        save_file({**tensors, SUM: tensors_sum(tensors)}, str(half))
+        save_file(tensors, str(half))
+        seal(path.parent, {path.name: half})
 
 
 class Shards:
-    """All shards of a folder. Taps stay on the disk until a batch asks for them."""
+    """The samples of some files. Taps stay on the disk until a batch asks for them."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, files: Sequence[Path]) -> None:
         """Raise CheckpointError for a shard that is missing or damaged."""
-        self.folder = folder
-        self._files = [TensorFiles.open([shard_path(folder, index)]) for index in range(count)]
+        self._files = [TensorFiles.open([path]) for path in files]
         lengths, prompts, heldout = (
             np.concatenate([file.array(name)[1] for file in self._files]) for name in ("lengths", "prompts", "heldout")
         )

@@ -6,7 +6,6 @@ made one after the other, each whole or not at all, so that a run that was kille
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -22,13 +21,13 @@ from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.bundle.manifest import fingerprint
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.progress import Progress, unheard
-from edge_dflash.errors import CheckpointError, RequestError
+from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import RmsNorm, SelectRows, StateOp
 from edge_dflash.model.program import Program
 from edge_dflash.model.specs import DrafterSpec, PairSpec
 from edge_dflash.training.drafter import drafter_spec
-from edge_dflash.training.shards import Sample, digest_of, parts_of, shard_done, shard_path, write_shard
+from edge_dflash.training.shards import Sample, is_whole, read_sums, shard_path, write_shard
 
 Bits = npt.NDArray[np.uint16]
 
@@ -36,6 +35,7 @@ Bits = npt.NDArray[np.uint16]
 Rows = dict[str, Bits]
 """Of one sequence: "taps" [rows, n * H], and perhaps "last" [rows, H], what the target's head reads."""
 STAGE, CHECKING = "taps", "checking taps"
+SHARD_BYTES = 256 << 20  # of a shard, about
 
 
 class Tapper(Protocol):
@@ -113,46 +113,53 @@ def write_taps(
     progress: Progress = unheard,
     say: Callable[[str], None] = lambda line: None,
     tapper: Callable[..., Tapper] = open_tapper,
-) -> tuple[int, float]:
-    """Write the shards of ``samples`` that are missing in ``folder``; how many there are, and tokens a second.
+) -> list[Path]:
+    """Write the shards of ``samples`` that are missing in ``folder``, and remove others; where they lie.
 
-    Tokens a second are 0 where none was missing. A damaged shard is said, and made again. Raises RequestError for a
-    sample that does not fit the context.
+    A damaged shard is said, and made again. Raises RequestError for a sample that does not fit the context.
     """
     most, last = bundle.manifest.max_context, drafter_spec(bundle.pair).anchor_drafts
     if (longest := max((len(one.ids) for one in samples), default=0)) > most:
         raise RequestError(f"a prompt and its answer have {longest} tokens, the bundle holds {most}")
     folder.mkdir(parents=True, exist_ok=True)
-    parts = parts_of(samples, shard_bytes(bundle.pair, 1))
-    wanted = [digest_of(part, fingerprint(bundle.manifest), str(last)) for part in parts]
-    missing = []
-    for i, digest in enumerate(wanted):
-        progress(CHECKING, i, len(wanted))
-        if not _done(shard_path(folder, i), digest, say):
-            missing.append(i)
-    total = sum(len(one.ids) for i in missing for one in parts[i])
+    of = fingerprint(bundle.manifest), str(last)
+    parts = {shard_path(folder, i, part, *of): part for i, part in enumerate(_parts(samples, bundle.pair))}
+    for path in set(folder.glob("*.safetensors")) - parts.keys():  # of other answers, or another target
+        path.unlink()
+    missing, sums = list[Path](), read_sums(folder)
+    for i, path in enumerate(parts):
+        progress(CHECKING, i, len(parts))
+        if path.exists():
+            if is_whole(path, sums.get(path.name)):
+                continue
+            say(f"{path} is damaged: it does not have the hash that it was written with; its taps are made again")
+        missing.append(path)
+    made, total = 0, sum(len(one.ids) for path in missing for one in parts[path])
     progress(STAGE, 0, total)
     if not missing:
-        return len(parts), 0.0
-    made, began = 0, time.perf_counter()
+        return list(parts)
     with closing(tapper(bundle, last=last)) as source:
-        for index in missing:
-            rows: dict[str, list[Bits]] = {"taps": [], **({"last": []} if last else {})}
-            for one in parts[index]:
+        for path in missing:
+            rows: dict[str, list[Bits]] = {}
+            for one in parts[path]:
                 for name, found in source.rows(one.ids).items():
-                    rows[name].append(found)
+                    rows.setdefault(name, []).append(found)
                 made += len(one.ids)
                 progress(STAGE, made, total)
-            write_shard(shard_path(folder, index), parts[index], rows, wanted[index])
-    return len(parts), made / max(time.perf_counter() - began, 1e-9)
+            write_shard(path, parts[path], rows)
+    return list(parts)
 
 
-def _done(path: Path, digest: str, say: Callable[[str], None]) -> bool:
-    try:
-        return shard_done(path, digest)
-    except CheckpointError as error:
-        say(f"{error}; its taps are made again")
-        return False
+def _parts(samples: Sequence[Sample], pair: PairSpec) -> list[list[Sample]]:
+    """The samples of each shard."""
+    most, parts, size = max(1, SHARD_BYTES // shard_bytes(pair, 1)), list[list[Sample]](), 0
+    for one in samples:
+        if not parts or size + len(one.ids) > most:
+            parts.append([])
+            size = 0
+        parts[-1].append(one)
+        size += len(one.ids)
+    return parts
 
 
 def _bits(rows: torch.Tensor) -> Bits:

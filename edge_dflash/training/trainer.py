@@ -25,21 +25,11 @@ from safetensors.torch import load_file, save_file
 from edge_dflash.backends import SMALL_MODEL
 from edge_dflash.builder.convert import one_thread
 from edge_dflash.common.progress import Progress, unheard
-from edge_dflash.errors import BackendError, CheckpointError, RequestError
+from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.training.drafter import BlockDrafter
 from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.losses import Borrowed, block_loss, drafts
-from edge_dflash.training.shards import (
-    SUM,
-    BatchReader,
-    Shards,
-    damaged_file,
-    read_whole,
-    tensors_sum,
-    whole_file,
-    write_sums,
-    writing,
-)
+from edge_dflash.training.shards import BatchReader, Shards, damaged_file, seal, writing
 from edge_dflash.training.workdir import CHECKPOINT, TrainingRun, TrainingState
 
 MOST = 64  # answers that are walked
@@ -82,7 +72,7 @@ WEIGHT_DECAY = 0.05  # of matrices
 PROBED = 8  # steps whose times are kept
 LEAST_STEPS = 20  # however few the minutes are
 SHARE = 20  # times that a checkpoint takes, at least, lie between two
-BEST = "best-"  # and the number of the step, of files of weights
+BEST = "best.safetensors"  # of a checkpoint
 
 
 def learning_rate(part: float, peak: float) -> float:
@@ -108,6 +98,7 @@ class Trainer:
     ) -> None:
         self._run, self._shards, self._folder, self._device, self._log = run, shards, folder, device, log
         self._borrowed, self._state, self._saving = borrowed, TrainingState(), 0.0  # seconds of the last checkpoint
+        self._best: dict[str, torch.Tensor] = {}  # weights of the best check, on the host
         gpu = device != "cpu"
         self._accelerator = Accelerator(
             cpu=not gpu,
@@ -128,7 +119,7 @@ class Trainer:
         self._heldout = [int(i) for i in heldout[np.linspace(0, len(heldout) - 1, min(MOST, len(heldout))).astype(int)]]
 
     def run(self, progress: Progress = unheard) -> TrainingState:
-        """Train to the end. The best weights are then what :func:`kept_weights` reads.
+        """Train to the end, which leaves a checkpoint with the best weights: see :func:`kept_weights`.
 
         Raises RequestError for a loss that is no number, BackendError where the device's memory is too small.
         """
@@ -146,14 +137,12 @@ class Trainer:
     def _train(self, progress: Progress) -> TrainingState:
         self._folder.mkdir(parents=True, exist_ok=True)
         state, run = self._state, self._run
-        if (kept := self._newest()) is not None:
-            if (damaged := damaged_file(kept)) is not None:
-                raise RequestError(_again(f"{damaged} is damaged", self._folder))
-            self._accelerator.load_state(str(kept))
+        if kept := _checkpoints(self._folder):
+            self._best = kept_weights(self._folder)
+            self._accelerator.load_state(str(kept[-1]))
             self._log(f"the training goes on behind step {state.step}")
-        self._forget_others(None if kept is None else state.best_step)
         began = time.perf_counter() - state.seconds
-        if kept is None:
+        if not kept:
             self._check(counts=False)  # where it begins; an untouched drafter is the best so far
             state.seconds = time.perf_counter() - began
         saved = time.perf_counter()
@@ -238,10 +227,7 @@ class Trainer:
         state.since_best += counts
         if length > state.best or not state.best:
             state.best, state.best_step, state.since_best = length, state.step, 0
-            weights = {name: tensor.cpu().contiguous() for name, tensor in self._drafter.weights().items()}
-            weights[SUM] = torch.from_numpy(tensors_sum({name: one.numpy() for name, one in weights.items()}).copy())
-            with whole_file(self._best(state.step)) as half:
-                save_file(weights, str(half))
+            self._best = {name: tensor.to("cpu", copy=True) for name, tensor in self._drafter.weights().items()}
         loss = f"loss {state.losses[-1][1]:.4f}, " if state.losses else ""
         self._log(f"step {state.step}: {loss}accept length {length:.3f} on held-out answers")
 
@@ -251,41 +237,25 @@ class Trainer:
         shutil.rmtree(half, ignore_errors=True)
         with writing(whole):
             self._accelerator.save_state(str(half))
-            write_sums(half)
-            for file in half.iterdir():
+            save_file(self._best, str(half / BEST))
+            files = {file.name: file for file in half.iterdir()}
+            seal(half, files)
+            for file in files.values():
                 with file.open("rb") as data:
                     os.fsync(data.fileno())
             half.replace(whole)
-        for other in self._checkpoints():
-            if other != whole:
-                shutil.rmtree(other)
-        self._forget_others(self._state.best_step)
+        for other in _checkpoints(self._folder)[:-1]:
+            shutil.rmtree(other)
 
-    def _best(self, step: int) -> Path:
-        return self._folder / f"{BEST}{step:08}.safetensors"
 
-    def _forget_others(self, best: int | None) -> None:
-        """Remove weights but those of step ``best``: they are newer than the checkpoint, or no longer the best."""
-        for path in self._folder.glob(f"{BEST}*"):
-            if best is None or path != self._best(best):
-                path.unlink()
-
-    def _newest(self) -> Path | None:
-        return max(self._checkpoints(), default=None)
-
-    def _checkpoints(self) -> list[Path]:
-        return [path for path in self._folder.glob(f"{CHECKPOINT}*") if path.is_dir()]
+def _checkpoints(folder: Path) -> list[Path]:
+    """Those of a training, the newest last."""
+    return sorted(path for path in folder.glob(f"{CHECKPOINT}*") if path.is_dir())
 
 
 def kept_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The best weights of a training that has ended or not, by canonical name. Raises RequestError for damaged ones."""
-    path = max(folder.glob(f"{BEST}*.safetensors"))
-    try:
-        read_whole(path)
-    except CheckpointError as error:
-        raise RequestError(_again(str(error), folder)) from None
-    return {name: tensor for name, tensor in load_file(str(path)).items() if name != SUM}
-
-
-def _again(what: str, folder: Path) -> str:
-    return f"{what}; remove {folder} to train again: answers and taps are kept"
+    kept = _checkpoints(folder)[-1]
+    if (damaged := damaged_file(kept)) is not None:
+        raise RequestError(f"{damaged} is damaged; remove {folder} to train again: answers and taps are kept")
+    return load_file(str(kept / BEST))

@@ -20,7 +20,7 @@ from edge_dflash.model.registry import read_pair
 from edge_dflash.training.drafter import BlockDrafter
 from edge_dflash.training.forecast import drafter_parameters, training_bytes
 from edge_dflash.training.losses import Borrowed
-from edge_dflash.training.shards import Sample, Shards, digest_of, shard_path, write_shard
+from edge_dflash.training.shards import Sample, Shards, write_shard
 from edge_dflash.training.start import random_weights
 from edge_dflash.training.trainer import PROBED, Trainer
 from edge_dflash.training.workdir import TrainingRun
@@ -40,8 +40,8 @@ def shards(pair, folder):
     taps = [
         (rng.standard_normal((TOKENS, columns), np.float32).view(np.uint32) >> 16).astype(np.uint16) for _ in samples
     ]
-    write_shard(shard_path(folder, 0), samples, {"taps": taps}, digest_of(samples))
-    return Shards(folder, 1)
+    write_shard(folder / "taps.safetensors", samples, {"taps": taps})
+    return Shards([folder / "taps.safetensors"])
 
 
 def bench(pair, batch, steps, device):

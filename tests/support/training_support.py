@@ -26,15 +26,9 @@ def answers(bundle, count=12):
 
 
 def prepared(path, folder):
-    """The bundle, and shards of its taps in a folder."""
+    """The bundle, and shards of its taps in a folder, made where they are not there."""
     bundle = Bundle.open(path)
-    count, _ = write_taps(bundle, answers(bundle), folder)
-    return bundle, Shards(folder, count)
-
-
-def reopened(path, folder):
-    """The same in another process."""
-    return Bundle.open(path), Shards(folder, len(list(folder.glob("*.safetensors"))))
+    return bundle, Shards(write_taps(bundle, answers(bundle), folder))
 
 
 def drafter_of(bundle, weights=None):

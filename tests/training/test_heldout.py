@@ -100,10 +100,10 @@ def test_cycles_along_a_planners_answers_are_its_own(demo_bundle, tmp_path):
             plan, prompt = planner.plan(asked, max_new_tokens=64), prompt_ids(planner.tokenizer, TrainingTask(0, asked))
             samples.append(Sample((*prompt, *plan.tokens), len(prompt)))
             planned.append(list(plan.accept_lengths))
-    shards, _ = write_taps(bundle, samples, tmp_path)
+    shards = Shards(write_taps(bundle, samples, tmp_path))
     drafter = drafter_of(bundle)
     drafter.quantized = True
-    walked = walk_answers(drafter, borrowed_of(bundle), Shards(tmp_path, shards), range(len(samples)), "cpu")
+    walked = walk_answers(drafter, borrowed_of(bundle), shards, range(len(samples)), "cpu")
     assert [sum(each) for each in walked] == [sum(each) for each in planned]
     telling = [
         ours == theirs for ours, theirs in zip(walked, planned, strict=True) if min(theirs[:-1], default=16) < 16

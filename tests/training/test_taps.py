@@ -5,16 +5,14 @@ import re
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 from training_support import plan
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
-from edge_dflash.training import shards as shards_module
 from edge_dflash.training import taps as module
-from edge_dflash.training.shards import SUM, BatchReader, Order, Sample, Shards, shard_path
+from edge_dflash.training.shards import BatchReader, Order, Sample, Shards
 from edge_dflash.training.taps import ReferenceTapper, tap_program, write_taps
 from edge_dflash.weights.safetensors import TensorFiles
 
@@ -34,7 +32,7 @@ def samples(bundle, count=7, seed=0):
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    monkeypatch.setattr(shards_module, "SHARD_BYTES", 60_000)
+    monkeypatch.setattr(module, "SHARD_BYTES", 60_000)
 
 
 class Counting:
@@ -68,29 +66,28 @@ def test_taps_are_those_of_the_prefill_pass(bundle):
 
 def test_a_shard_that_is_missing_or_of_something_else_is_made_again_alone(bundle, tmp_path, small_shards):
     texts, seen = samples(bundle), []
-    count, rate = write_taps(bundle, texts, tmp_path, progress=lambda *now: seen.append(now))
-    assert count > 2
-    assert rate > 0
+    paths = write_taps(bundle, texts, tmp_path, progress=lambda *now: seen.append(now))
+    assert len(paths) > 2
     assert seen[-1] == ("taps", sum(len(one.ids) for one in texts), sum(len(one.ids) for one in texts))
-    kept = [shard_path(tmp_path, i).read_bytes() for i in range(count)]
-    again = Counting(bundle)
-    assert write_taps(bundle, texts, tmp_path, tapper=again) == (count, 0.0)
+    kept, again = [path.read_bytes() for path in paths], Counting(bundle)
+    assert write_taps(bundle, texts, tmp_path, tapper=again) == paths
     assert again.calls == []
-    shard_path(tmp_path, 1).unlink()
-    shard_path(tmp_path, 2).write_bytes(kept[2][:-7])  # cut, as by a full disk
+    paths[1].unlink()
+    paths[2].write_bytes(kept[2][:-7])  # cut, as by a full disk
     write_taps(bundle, texts, tmp_path, tapper=again)
     assert 0 < len(again.calls) < len(texts)
-    assert [shard_path(tmp_path, i).read_bytes() for i in range(count)] == kept
+    assert [path.read_bytes() for path in paths] == kept
     again.calls.clear()
-    changed = [Sample((*one.ids[:-1], 1), one.prompt, one.heldout) for one in texts]
-    write_taps(bundle, changed, tmp_path, tapper=again)
-    assert len(again.calls) >= len(texts) - 1
+    changed = [*texts[:-1], Sample((*texts[-1].ids[:-1], 1), texts[-1].prompt, texts[-1].heldout)]
+    other = write_taps(bundle, changed, tmp_path, tapper=again)
+    assert 0 < len(again.calls) < len(texts)
+    assert other[:-1] == paths[:-1]
+    assert set(tmp_path.glob("*.safetensors")) == set(other)  # what was made of other answers is gone
 
 
 def test_a_flipped_bit_of_a_shard_is_said_and_the_shard_made_again(bundle, tmp_path, small_shards):
     texts, said = samples(bundle), []
-    count, _ = write_taps(bundle, texts, tmp_path)
-    path, again = shard_path(tmp_path, 1), Counting(bundle)
+    path, again = write_taps(bundle, texts, tmp_path)[1], Counting(bundle)
     kept, files = path.read_bytes(), TensorFiles.open([path])
     for name in files.names():  # taps, and which tokens they are of
         body = bytearray(kept)
@@ -103,27 +100,16 @@ def test_a_flipped_bit_of_a_shard_is_said_and_the_shard_made_again(bundle, tmp_p
     assert 0 < len(again.calls) < len(texts) * len(files.names())
     write_taps(bundle, texts, tmp_path, say=said.append, tapper=again)
     assert len(said) == 1
-    assert count > 2
-
-
-def test_a_shard_of_an_older_version_has_no_hash_and_is_taken(bundle, tmp_path, small_shards):
-    texts, said, again = samples(bundle), [], Counting(bundle)
-    count, _ = write_taps(bundle, texts, tmp_path)
-    tensors = load_file(shard_path(tmp_path, 1))
-    del tensors[SUM]
-    save_file(tensors, shard_path(tmp_path, 1))
-    assert write_taps(bundle, texts, tmp_path, say=said.append, tapper=again) == (count, 0.0)
-    assert (said, again.calls) == ([], [])
 
 
 def test_what_is_hashed_before_the_first_tap_tells_how_far_it_is(bundle, tmp_path, small_shards, monkeypatch):
     texts, told = samples(bundle), []
-    count, _ = write_taps(bundle, texts, tmp_path)
+    paths = write_taps(bundle, texts, tmp_path)
     monkeypatch.setattr(
-        module, "shard_done", lambda path, digest, done=module.shard_done: told.append(path.name) or done(path, digest)
+        module, "is_whole", lambda path, wanted, done=module.is_whole: told.append(path) or done(path, wanted)
     )
     write_taps(bundle, texts, tmp_path, progress=lambda *now: told.append(now))
-    wanted = [one for i in range(count) for one in (("checking taps", i, count), shard_path(tmp_path, i).name)]
+    wanted = [one for i, path in enumerate(paths) for one in (("checking taps", i, len(paths)), path)]
     assert told == [*wanted, ("taps", 0, 0)]
 
 
@@ -134,8 +120,7 @@ def test_what_is_too_long_is_refused(bundle, tmp_path):
 
 def test_a_batch_has_what_the_shards_hold(bundle, tmp_path, small_shards):
     texts = samples(bundle)
-    count, _ = write_taps(bundle, texts, tmp_path)
-    found = Shards(tmp_path, count)
+    found = Shards(write_taps(bundle, texts, tmp_path))
     assert found.heldout.tolist() == [i for i, one in enumerate(texts) if one.heldout]
     assert sorted([*found.training, *found.heldout]) == list(range(len(texts)))
     share = torch.tensor([[0.0, 0.999], [0.5, 0.2]])
@@ -170,8 +155,7 @@ def test_steps_read_the_same_whatever_came_before_and_every_sample_in_an_epoch()
 
 
 def test_batches_are_the_same_read_ahead_or_not(bundle, tmp_path, small_shards):
-    count, _ = write_taps(bundle, samples(bundle), tmp_path)
-    found, run = Shards(tmp_path, count), plan(sequences=2, anchors=3, seed=5)
+    found, run = Shards(write_taps(bundle, samples(bundle), tmp_path)), plan(sequences=2, anchors=3, seed=5)
     one = BatchReader(found, run)
     asked = (0, 1, 2, 7, 8, 3)  # in order, as after a checkpoint, and back
     ahead = [one.batch(number) for number in asked]

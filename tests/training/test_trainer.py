@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from training_support import borrowed_of, drafter_of, plan, prepared
 
 from edge_dflash.errors import RequestError
@@ -28,9 +28,14 @@ from edge_dflash.training.workdir import TrainingState
 
 
 @pytest.fixture(scope="module")
-def ready(ids_bundle, tmp_path_factory):
+def taps(tmp_path_factory):
+    return tmp_path_factory.mktemp("taps")
+
+
+@pytest.fixture(scope="module")
+def ready(ids_bundle, taps):
     """Bundle and shards."""
-    return prepared(ids_bundle, tmp_path_factory.mktemp("taps"))
+    return prepared(ids_bundle, taps)
 
 
 def trained(ready, folder, given, **more):
@@ -59,19 +64,18 @@ CHILD = """
 import sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-from training_support import borrowed_of, drafter_of, plan, reopened
+from training_support import borrowed_of, drafter_of, plan, prepared
 from edge_dflash.training.trainer import Trainer
-bundle, shards = reopened(Path({bundle!r}), Path({taps!r}))
+bundle, shards = prepared(Path({bundle!r}), Path({taps!r}))
 Trainer(drafter_of(bundle), borrowed_of(bundle), shards, plan(steps=12, pause=0.0), Path({folder!r})).run(
     lambda stage, done, total: print(done, flush=True)
 )
 """
 
 
-def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(ready, ids_bundle, tmp_path):
-    _, shards = ready
+def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(ready, ids_bundle, taps, tmp_path):
     whole = trained(ready, tmp_path / "whole", plan(steps=12, pause=0.0))
-    code = CHILD.format(path=sys.path, bundle=str(ids_bundle), taps=str(shards.folder), folder=str(tmp_path / "cut"))
+    code = CHILD.format(path=sys.path, bundle=str(ids_bundle), taps=str(taps), folder=str(tmp_path / "cut"))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
         for line in child.stdout:
             if int(line) >= 5:
@@ -181,42 +185,6 @@ def test_a_loss_that_is_no_number_ends_the_training(ready, tmp_path, monkeypatch
         trained(ready, tmp_path, plan(steps=8))
 
 
-def test_weights_that_a_kill_left_behind_the_checkpoint_are_not_taken(ready, tmp_path):
-    whole = trained(ready, tmp_path / "whole", plan(steps=12, pause=1e9))
-    trained(ready, tmp_path / "cut", plan(steps=12, pause=1e9))
-    newer = tmp_path / "cut" / "best-00000099.safetensors"
-    newer.write_bytes(b"of a step behind the last checkpoint")
-    again = trained(ready, tmp_path / "cut", plan(steps=12, pause=1e9))
-    assert (again.step, again.best_step) == (whole.step, whole.best_step)
-    assert [path.name for path in (tmp_path / "cut").glob("best-*")] == [f"best-{whole.best_step:08}.safetensors"]
-    ours, theirs = (kept_weights(tmp_path / name) for name in ("cut", "whole"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_damaged_weights_are_no_full_disk(ready, tmp_path):
-    trained(ready, tmp_path, plan(steps=2))
-    (best,) = tmp_path.glob("best-*")
-    whole = best.read_bytes()
-    for body in (whole[:100], whole[:-1], bytes((*whole[:-70], whole[-70] ^ 4, *whole[-69:]))):
-        best.write_bytes(body)
-        with pytest.raises(
-            RequestError, match=r"best-\d+.safetensors.*; remove .* to train again: answers and taps are"
-        ):
-            kept_weights(tmp_path)
-    best.write_bytes(whole)
-    assert kept_weights(tmp_path)
-
-
-def test_the_weights_of_an_older_version_have_no_hash(ready, tmp_path):
-    trained(ready, tmp_path, plan(steps=2))
-    (best,) = tmp_path.glob("best-*")
-    wanted = kept_weights(tmp_path)
-    save_file(wanted, str(best))
-    found = kept_weights(tmp_path)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
 @pytest.mark.parametrize("body", ["[]", '["model.safetensors"]', "7", "null", '"x"', "[" * 100_000, "{"])
 def test_hashes_that_are_no_object_are_damaged(tmp_path, body):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
@@ -232,8 +200,12 @@ def test_a_damaged_checkpoint_is_named_and_not_gone_on_from(ready, tmp_path):
     for file in files:
         whole = file.read_bytes()
         file.write_bytes(bytes((*whole[:-20], whole[-20] ^ 1, *whole[-19:])))
-        with pytest.raises(RequestError, match=r"checkpoint-00000002/.* is damaged; remove .* to train again: answers"):
-            trained(ready, tmp_path, plan(steps=2))
+        for use in (lambda: trained(ready, tmp_path, plan(steps=2)), lambda: kept_weights(tmp_path)):
+            with pytest.raises(RequestError, match=r"checkpoint-00000002/.* is damaged; remove .* to train again: ans"):
+                use()
+        file.unlink()
+        with pytest.raises(RequestError, match="is damaged"):
+            kept_weights(tmp_path)
         file.write_bytes(whole)
     assert trained(ready, tmp_path, plan(steps=2)).step == 2
 
