@@ -305,23 +305,17 @@ def pass_bytes(program: Program, read: Mapping[str, int], rows: int) -> int:
 
 def scratch_bytes(program: Program, rows: int) -> int:
     """Peak bytes of the tensors alive at once in a pass of ``rows`` rows, each freed after its last use."""
-    last_use: dict[str, int] = {}
-    for index, op in enumerate(program.ops):
-        for tensor in (op.output, *op.inputs):
-            last_use[tensor] = index
-    for tensor in program.outputs.values():
-        last_use[tensor] = len(program.ops)
     size: dict[str, int] = {}
     counts = dict.fromkeys(program.inputs, rows)
     live = peak = 0
-    for index, op in enumerate(program.ops):
+    for op, freed in zip(program.ops, program.freed, strict=True):
         counts[op.output] = op.rows(counts[op.inputs[0]])
         width = LOGIT_BYTES if op.output == program.outputs.get("logits") else ACTIVATION_BYTES
         size[op.output] = counts[op.output] * program.columns[op.output] * width
         live += size[op.output]
         between = scratch_of_row(program, op) * counts[op.output] if isinstance(op, Experts) else 0
         peak = max(peak, live + between)
-        live -= sum(size.pop(t) for t in {op.output, *op.inputs} if last_use[t] == index and t in size)
+        live -= sum(size.pop(name, 0) for name in freed)
     return peak
 
 

@@ -92,6 +92,17 @@ class Program:
         return next((op for op in self.ops if isinstance(op, Walk)), None)
 
     @cached_property
+    def freed(self) -> tuple[tuple[str, ...], ...]:
+        """After each op, the tensors that nothing reads any more and that are no results."""
+        last: dict[str, int] = {}
+        for index, op in enumerate(self.ops):
+            last |= dict.fromkeys((*op.inputs, op.output), index)
+        freed: list[list[str]] = [[] for _ in self.ops]
+        for name in last.keys() - set(self.outputs.values()):
+            freed[last[name]].append(name)
+        return tuple(map(tuple, freed))
+
+    @cached_property
     def read_whole(self) -> Mapping[str, tuple[str, ...]]:
         """Names of the weights that are no tables of which rows are gathered, by model: "target" and "drafter"."""
         found: dict[str, list[str]] = {}

@@ -21,8 +21,7 @@ from edge_dflash.decode.options import Options, PlanOptions
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.runner.recording import mend
-from edge_dflash.text.prompt import as_messages
-from edge_dflash.text.tokenizer import Tokenizer
+from edge_dflash.text.prompt import Prompter
 from edge_dflash.training.data import TrainingData, TrainingTask
 
 Way = Literal["greedy", "sampled", "given"]
@@ -48,22 +47,16 @@ class TargetAnswer:
         return self.task, self.way, self.number
 
 
-def prompt_ids(tokenizer: Tokenizer, task: TrainingTask) -> tuple[int, ...]:
-    """Ids of a prompt, as a request of the same messages has them. Raises RequestError where that cannot be."""
-    if task.raw and isinstance(task.asked, str):
-        return tokenizer.encode(task.asked)
-    messages = as_messages(task.asked)
-    if messages is None or (isinstance(task.asked, str) and tokenizer.template is None):
-        return tokenizer.encode_text(str(task.asked))
-    options = Options.of(task.options)  # without the tools that tool_choice leaves out
-    return tokenizer.encode_chat(messages, tools=options.tools, enable_thinking=options.thinking)
-
-
-def open_tokenizer(planner: Planner) -> Tokenizer:
-    """The planner's tokenizer. Raises RequestError for a planner without one."""
+def open_prompter(planner: Planner) -> Prompter:
+    """What makes the ids of prompts as requests do. Raises RequestError for a planner without a tokenizer."""
     if planner.tokenizer is None:
         raise RequestError("the target has no tokenizer: its prompts cannot be read; give a checkpoint with one")
-    return planner.tokenizer
+    return Prompter(planner.tokenizer)
+
+
+def prompt_ids(prompter: Prompter, task: TrainingTask) -> tuple[int, ...]:
+    """Ids of a prompt, as a request of the same messages has them. Raises RequestError where that cannot be."""
+    return prompter.prompt(task.asked, Options.of({**task.options, "raw": task.raw})).ids
 
 
 def make_answers(
@@ -82,7 +75,7 @@ def make_answers(
     greedily. Answers end where the context does; prompts that leave no room are left out. Raises RequestError for a
     task that the bundle cannot be asked, naming its line, and for a file of answers to other data.
     """
-    tokenizer = open_tokenizer(planner)
+    prompter = open_prompter(planner)
     begin_file(file, data)
     done = {one.key for one in read_answers(file)}
     wanted = list(_wanted(data, sampled))
@@ -93,7 +86,7 @@ def make_answers(
         synced = time.monotonic()
 
         def ask(task: TrainingTask, way: Way, number: int) -> TargetAnswer | None:
-            return _answer(planner, tokenizer, data, task, way, number, new_tokens, temperature)
+            return _answer(planner, prompter, data, task, way, number, new_tokens, temperature)
 
         try:
             for finished, future in enumerate(as_completed([pool.submit(ask, *one) for one in rest]), skipped + 1):
@@ -187,7 +180,7 @@ def _wanted(data: TrainingData, sampled: int) -> Iterator[tuple[TrainingTask, Wa
 
 def _answer(
     planner: Planner,
-    tokenizer: Tokenizer,
+    prompter: Prompter,
     data: TrainingData,
     task: TrainingTask,
     way: Way,
@@ -197,12 +190,11 @@ def _answer(
 ) -> TargetAnswer | None:
     """The answer to one prompt; None where it does not fit."""
     try:
-        prompt = prompt_ids(tokenizer, task)
+        prompt = prompt_ids(prompter, task)
         if (room := planner.shape.usable_context - len(prompt)) < 1:
             return None
         if way == "given":
-            end = _end(planner, tokenizer) if task.whole else ()
-            tokens = (*tokenizer.encode_text(task.answer or ""), *end)[:room]
+            tokens = _given(planner, task)[:room]
         else:
             options: PlanOptions = {**task.options, "raw": task.raw, "max_new_tokens": min(new_tokens, room)}  # type: ignore[typeddict-item]
             if way == "sampled":
@@ -213,10 +205,13 @@ def _answer(
     return TargetAnswer(task.index, way, number, task.heldout, prompt, tokens)
 
 
-def _end(planner: Planner, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token that ends an answer."""
-    stops, own = planner.stop_token_ids, tokenizer.eos_token_id
-    return (own,) if own is not None and own in stops else stops[:1]
+def _given(planner: Planner, task: TrainingTask) -> tuple[int, ...]:
+    """Ids of the answer that a task has, with the token that ends one unless it was cut."""
+    tokenizer, stops = planner.tokenizer, planner.stop_token_ids
+    assert tokenizer is not None
+    own = tokenizer.eos_token_id
+    end = ((own,) if own is not None and own in stops else stops[:1]) if task.whole else ()
+    return (*tokenizer.encode_text(task.answer or ""), *end)
 
 
 def _line(one: TargetAnswer) -> bytes:

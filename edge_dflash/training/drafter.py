@@ -69,17 +69,19 @@ def _fp8_values(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return from_e4m3(to_e4m3(x, scale), scale)
 
 
-HEAD, EMBEDDING = "target.lm_head", "target.embed_tokens"
+HEAD = "target.lm_head"
+TARGET = frozenset((HEAD, "target.embed_tokens"))  # weights of the target that its drafter has
 _HEAD = ".lm_head"  # the target's, or of a drafter that has its own
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # [sequences, Hkv, T, D] each
 BlockContext = Mapping[str, KeysValues]  # of whole sequences, by state
 
 
 class BlockDrafter(nn.Module):
-    """The trained weights of a pair's drafter, float32, and the passes over them.
+    """The trained weights of a pair's drafter, float32, what it has of its target, and the passes over them.
 
-    ``formats``: of its weights in a bundle; linears are rounded to them, and with ``fp8_kv`` keys and values to FP8,
-    while ``quantized`` is set.
+    ``weights``: the drafter's, and the target's embedding and head as they are multiplied with. ``formats``: of its
+    weights in a bundle; linears are rounded to them, and with ``fp8_kv`` keys and values to FP8, while ``quantized`` is
+    set.
     """
 
     def __init__(
@@ -94,11 +96,13 @@ class BlockDrafter(nn.Module):
         super().__init__()
         self.pair, self.spec = pair, drafter_spec(pair)
         self.propose, self._context = pair_programs(pair).propose, _context_program(pair, self.spec)
-        head = next(i for i, op in enumerate(self.propose.ops) if isinstance(op, Linear) and op.weight.endswith(_HEAD))
-        self._block, self._head = self.propose.ops[1:head], self.propose.ops[head:]  # behind the embedding
+        ops = [op for op in self.propose.ops if not isinstance(op, Walk)]
+        head = next(i for i, op in enumerate(ops) if isinstance(op, Linear) and op.weight.endswith(_HEAD))
+        self._block, self._head = ops[:head], ops[head:]
         self.specs = drafter_weights(pair)
         self.quantized = False
-        self._formats, self._fp8_kv = formats or {}, fp8_kv
+        self._formats = {name: form for name, form in (formats or {}).items() if name in self.specs}
+        self._fp8_kv = fp8_kv
         self._ropes: dict[RopeSpec, Table] = {}
         self._length = 1  # positions
         self._held: dict[str, tuple[tuple[int, ...], torch.Tensor]] = {}  # rounded matrices, while nothing is learnt
@@ -106,10 +110,13 @@ class BlockDrafter(nn.Module):
         for name in self.specs:
             values = nn.Parameter(weights[name].detach().float().clone(), requires_grad=name not in frozen)
             self.register_parameter(_key(name), values)
+        for name in TARGET.intersection(weights):
+            self.register_buffer(_key(name), weights[name], persistent=False)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A weight by its canonical name."""
-        return self.get_parameter(_key(name))
+        found: torch.Tensor = getattr(self, _key(name))
+        return found
 
     def forget_rounded(self) -> None:
         """Free the rounded matrices that passes without gradients keep."""
@@ -131,12 +138,10 @@ class BlockDrafter(nn.Module):
         self._run(self._context.ops, {"taps": taps}, keep)
         return kv
 
-    def block(
-        self, context: BlockContext, anchors: torch.Tensor, first: torch.Tensor, embedding: torch.Tensor
-    ) -> torch.Tensor:
+    def block(self, context: BlockContext, anchors: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         """Hidden rows [B, A, K, H] that draft, of blocks whose anchors, tokens ``first`` [B, A], stand at ``anchors``.
 
-        ``embedding`` [V, H], float32 or BF16. A block sees the context before its anchor.
+        A block sees the context before its anchor.
         """
         ids = first.new_full((*first.shape, self.spec.block_size), self.spec.mask_token_id)
         ids[..., 0] = first
@@ -149,17 +154,12 @@ class BlockDrafter(nn.Module):
                 masks[rule] = _mask(rule, at, context[op.state][0].shape[2])
             return self._attend(op, qkv, context[op.state], at, masks[rule])
 
-        embedded = F.embedding(ids, embedding).float()  # the residual stream is not rounded
-        tensors = self._run(self._block, {self.propose.ops[0].output: embedded}, attend)
-        return tensors[self._head[0].inputs[0]]
+        return self._run(self._block, {"ids": ids}, attend)[self._head[0].inputs[0]]
 
-    def logits(self, rows: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] float32 of rows [..., H] that draft; ``head`` [V, H] is the target's."""
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] float32 of rows [..., H] that draft."""
         for op in self._head:
-            if isinstance(op, Linear) and op.weight == HEAD:
-                rows = F.linear(rows, head)
-            elif not isinstance(op, Walk):
-                rows = dense(op, (rows,), self)
+            rows = dense(op, (rows,), self)
         return rows.float()
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:

@@ -20,7 +20,7 @@ from edge_dflash.common.tables import encode
 from edge_dflash.decode.options import PlanOptions
 from edge_dflash.planner import Planner
 from edge_dflash.result import Plan
-from edge_dflash.training.answers import TargetAnswer, open_tokenizer, prompt_ids
+from edge_dflash.training.answers import TargetAnswer, open_prompter, prompt_ids
 from edge_dflash.training.data import TrainingData, TrainingTask
 from edge_dflash.training.workdir import TrainingRun, TrainingState
 from edge_dflash.version import __version__
@@ -99,8 +99,8 @@ def evaluate_planner(
     planner: Planner, tasks: Sequence[TrainingTask], *, new_tokens: int, plain: int = 0, progress: Progress = unheard
 ) -> dict[str, Measure]:
     """:func:`evaluate` of a planner that is open. Raises RequestError for one without a tokenizer."""
-    tokenizer, usable = open_tokenizer(planner), planner.shape.usable_context
-    rooms = [(task, min(new_tokens, usable - len(prompt_ids(tokenizer, task)))) for task in tasks]
+    prompter, usable = open_prompter(planner), planner.shape.usable_context
+    rooms = [(task, min(new_tokens, usable - len(prompt_ids(prompter, task)))) for task in tasks]
     asked = [(task, room) for task, room in rooms if room > 0]
     names, done = ways(tasks), 0
     total = len(names) * (len(asked) + min(plain, len(asked)))

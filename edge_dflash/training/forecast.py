@@ -23,7 +23,7 @@ from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import MarkovWalk, SelectorWalk
 from edge_dflash.model.specs import DrafterSpec, PairSpec
 from edge_dflash.planner import Planner
-from edge_dflash.training.answers import open_tokenizer, prompt_ids
+from edge_dflash.training.answers import open_prompter, prompt_ids
 from edge_dflash.training.data import TrainingData, spread
 from edge_dflash.training.drafter import drafter_spec, drafter_weights
 from edge_dflash.training.evaluate import ways
@@ -37,6 +37,7 @@ SELECTED, CHAINED = 1.5, 2.5  # more of them, with DFlash2's selector and with D
 REPLACED = 36  # bytes of the disk for a parameter: two checkpoints (3 x 4 each, and the best, 4), two in BF16
 SPARE = 0.08  # of the sum: what the allocator cannot hand out, and its workspaces
 CONTEXT_BYTES = 600 << 20  # of the device, before the first tensor
+STAGES = ("answers", "taps", "training", "evaluation")
 PROBE_TOKENS = 24  # that are timed, with the drafter and without
 _READ = 32  # prompts of a file whose length is counted
 FEWER = "fewer --prompts, --sampled, --evaluated or --new-tokens make it shorter"
@@ -110,8 +111,8 @@ def forecast(
 
     ``evaluated``: tasks that are decoded before and after.
     """
-    tokenizer, usable = open_tokenizer(planner), planner.shape.usable_context
-    read = [(task, len(prompt_ids(tokenizer, task))) for each in data for task in spread(each.tasks, _READ)]
+    prompter, usable = open_prompter(planner), planner.shape.usable_context
+    read = [(task, len(prompt_ids(prompter, task))) for each in data for task in spread(each.tasks, _READ)]
     fitting = [(task, length) for task, length in read if length + PROBE_TOKENS < usable]
     if not fitting:
         return None

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from edge_dflash.model.ops import UNDRAFTED, MarkovWalk, SelectorWalk
-from edge_dflash.training.drafter import BlockDrafter
+from edge_dflash.training.drafter import HEAD, BlockDrafter
 
 Weights = Callable[[str], torch.Tensor]  # by canonical name
 
@@ -121,14 +121,6 @@ LABEL, DISTANCE, CONFIDENCE = 0.1, 0.9, 1.0  # weights of DSpark's three parts
 
 
 @dataclass(frozen=True)
-class Borrowed:
-    """What a drafter has of its target."""
-
-    embedding: torch.Tensor  # [V, H]
-    head: torch.Tensor  # [V, H]
-
-
-@dataclass(frozen=True)
 class Batch:
     """Sequences with the anchors of their blocks."""
 
@@ -176,24 +168,24 @@ def decay(block_size: int) -> int:
     return round(1 + 3 * block_size / 8)
 
 
-def block_loss(drafter: BlockDrafter, borrowed: Borrowed, batch: Batch) -> torch.Tensor:
+def block_loss(drafter: BlockDrafter, batch: Batch) -> torch.Tensor:
     """The loss of the drafter's kind over a batch."""
     first = batch.ids.gather(1, batch.anchors)
-    hidden = drafter.block(drafter.context(batch.taps), batch.anchors, first, borrowed.embedding)
+    hidden = drafter.block(drafter.context(batch.taps), batch.anchors, first)
     draft = torch.arange(hidden.shape[2], device=batch.ids.device)
     place = batch.anchors[..., None] + draft  # of the token before each draft
     last = batch.ids.shape[1] - 1
     ids = batch.ids[:, None].expand(-1, batch.anchors.shape[1], -1)
     rows = _Rows(
         hidden,
-        drafter.logits(hidden, borrowed.head),
+        drafter.logits(hidden),
         ids.gather(2, place.clamp(max=last)),
         ids.gather(2, (place + 1).clamp(max=last)),
         (place + 1 < batch.lengths[:, None, None]) * torch.exp(-draft / decay(drafter.spec.block_size)),
     )
     match scorer(drafter.propose.walk, drafter.tensor):
         case MarkovScores() as scores:
-            return _markov_loss(scores, borrowed, rows, batch.last, place.clamp(max=last))
+            return _markov_loss(scores, drafter, rows, batch.last, place.clamp(max=last))
         case SelectorScores() as scores:
             return rows.mean(rows.cross_entropy(rows.logits)) + _selector_loss(scores, rows)
         case _:
@@ -209,7 +201,7 @@ def _selector_loss(selector: SelectorScores, rows: _Rows) -> torch.Tensor:
 
 
 def _markov_loss(
-    head: MarkovScores, borrowed: Borrowed, rows: _Rows, last: torch.Tensor | None, place: torch.Tensor
+    head: MarkovScores, drafter: BlockDrafter, rows: _Rows, last: torch.Tensor | None, place: torch.Tensor
 ) -> torch.Tensor:
     """With the target's distribution where its last rows are known; cross-entropy alone otherwise."""
     scores = head.scores(rows.hidden, rows.logits, rows.before)
@@ -217,7 +209,7 @@ def _markov_loss(
         return rows.mean(rows.cross_entropy(scores))
     with torch.no_grad():
         x = last.gather(1, place.flatten(1)[..., None].expand(-1, -1, last.shape[2]))
-        p = F.linear(x, borrowed.head).float().softmax(-1).view(rows.logits.shape)
+        p = drafter.linear(x, HEAD).float().softmax(-1).view(rows.logits.shape)
     distance = (p - scores.softmax(-1)).abs().sum(-1)
     each = LABEL * rows.cross_entropy(scores) + DISTANCE * distance
     if (sure := head.confidence(rows.hidden, rows.before)) is not None:
@@ -226,8 +218,8 @@ def _markov_loss(
 
 
 @torch.no_grad()
-def drafts(drafter: BlockDrafter, borrowed: Borrowed, hidden: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def drafts(drafter: BlockDrafter, hidden: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     """Greedy drafts [B, A, K] of rows [B, A, K, H] behind the anchors' tokens ``first`` [B, A]."""
-    logits = drafter.logits(hidden, borrowed.head)
+    logits = drafter.logits(hidden)
     walk = scorer(drafter.propose.walk, drafter.tensor)
     return logits.argmax(-1) if walk is None else walk.walk(hidden, logits, first)

@@ -23,14 +23,16 @@ from edge_dflash.common.files import scratch
 from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.common.tables import decode, encode
 from edge_dflash.errors import BackendError, BuildError, RequestError
+from edge_dflash.model.dflash import DRAFT_IDS
 from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import PairSpec, TargetSpec
 from edge_dflash.planner import Planner
 from edge_dflash.training.answers import TargetAnswer, make_answers, read_answers
 from edge_dflash.training.data import TrainingData, TrainingTask, read_mixture, read_tasks, spread
-from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter
+from edge_dflash.training.drafter import TARGET, BlockDrafter
 from edge_dflash.training.evaluate import Measure, card_of, evaluate, shaped, warnings
 from edge_dflash.training.forecast import (
+    STAGES,
     Device,
     Forecast,
     forecast,
@@ -39,10 +41,8 @@ from edge_dflash.training.forecast import (
     training_bytes,
     training_files,
 )
-from edge_dflash.training.losses import Borrowed
-from edge_dflash.training.shards import Sample, Shards
 from edge_dflash.training.start import make_start, read_weights, same_files, save_weights
-from edge_dflash.training.taps import shard_bytes, write_taps
+from edge_dflash.training.taps import Sample, Shards, shard_bytes, write_taps
 from edge_dflash.training.trainer import Trainer, kept_weights
 from edge_dflash.training.workdir import TrainingDir, TrainingRun, TrainingState
 from edge_dflash.weights.quantize import dequantize
@@ -103,7 +103,7 @@ def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda li
             )
         if run.steps:
             steps = run.steps * training.step_seconds(bundle, told.longest, folder)
-            told = replace(told, seconds={**told.seconds, "training": steps})
+            told = replace(told, seconds={stage: told.seconds.get(stage, steps) for stage in STAGES})
         if told.disk > run.disk * 1e9:
             say(f"warning: {_too_large(told.disk, run)}")
         say(f"the first bundle is kept in {work.before}")
@@ -128,7 +128,7 @@ class Training:
         if not all(work.answers(index).exists() for index in range(len(data))):
             work.forget_training()  # of other answers, which were removed
         answers = self.answers(bundle, data)
-        samples = [sample(one) for file in answers for one in file]
+        samples = [Sample((*one.prompt, *one.tokens), len(one.prompt), one.heldout) for file in answers for one in file]
         self.check_memory(bundle.pair, max(len(one.ids) for one in samples))
         self.check_disk(bundle, samples)
         state = self.learn(bundle, write_taps(bundle, samples, work.taps, progress=self.progress, say=self.say))
@@ -270,13 +270,14 @@ class Training:
         self, bundle: Bundle, shards: Sequence[Path], run: TrainingRun, folder: Path, log: Say = lambda line: None
     ) -> Iterator[Trainer]:
         """A trainer of the first bundle's drafter; raises BackendError where the device has no room for it."""
-        weights, where = read_weights(self.work.start, bundle.pair), self.device.name
-        weights |= {name: dequantize(bundle.get(name)) for name in bundle.manifest.weights if name == "drafter.d2t"}
-        fp8, kind = bundle.manifest.precision.kv == "fp8", torch.bfloat16 if self.device.mixed else torch.float32
+        manifest, where = bundle.manifest, self.device.name
+        kind = torch.bfloat16 if self.device.mixed else torch.float32
+        weights = read_weights(self.work.start, bundle.pair)
+        weights |= {name: dequantize(bundle.get(name)) for name in manifest.weights if name == DRAFT_IDS}
+        weights |= {name: dequantize(bundle.get(name)).to(kind) for name in TARGET}
         try:
-            drafter = BlockDrafter(bundle.pair, weights, bundle.manifest.weights, fp8_kv=fp8).to(where)
-            lent = Borrowed(*(dequantize(bundle.get(name)).to(where, kind) for name in (EMBEDDING, HEAD)))
-            trainer = Trainer(drafter, lent, Shards(shards), run, folder, device=where, log=log)
+            drafter = BlockDrafter(bundle.pair, weights, manifest.weights, fp8_kv=manifest.precision.kv == "fp8")
+            trainer = Trainer(drafter.to(where), Shards(shards), run, folder, device=where, log=log)
         except torch.OutOfMemoryError:
             raise BackendError(
                 "the GPU has no room for the drafter and the target's embedding and head; free it, or take a larger one"
@@ -330,11 +331,6 @@ class Training:
     def _evaluated(self, data: Sequence[TrainingData]) -> list[TrainingTask]:
         """The held-out tasks that are decoded before and after."""
         return [task for each in data for task in spread(each.heldout, max(1, self.run.evaluated // len(data)))]
-
-
-def sample(one: TargetAnswer) -> Sample:
-    """An answer as the training reads it."""
-    return Sample((*one.prompt, *one.tokens), len(one.prompt), one.heldout)
 
 
 def _check_same(run: TrainingRun, card: DrafterCard, there: Path) -> None:

@@ -24,7 +24,7 @@ from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.registry import DRAFTERS, match_pair, read_drafter_spec
 from edge_dflash.model.specs import PairSpec, TargetSpec
 from edge_dflash.training.drafter import drafter_weights
-from edge_dflash.training.shards import whole_file
+from edge_dflash.training.taps import whole_file
 from edge_dflash.weights.formats import WideWeight
 from edge_dflash.weights.quantize import wide_tensor
 from edge_dflash.weights.safetensors import INDEX, SINGLE, TensorFiles

@@ -28,8 +28,8 @@ from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.training.drafter import BlockDrafter
 from edge_dflash.training.evaluate import accepted
-from edge_dflash.training.losses import Borrowed, block_loss, drafts
-from edge_dflash.training.shards import BatchReader, Shards, damaged_file, seal, writing
+from edge_dflash.training.losses import block_loss, drafts
+from edge_dflash.training.taps import BatchReader, Shards, damaged_file, seal, writing
 from edge_dflash.training.workdir import CHECKPOINT, TrainingRun, TrainingState
 
 MOST = 64  # answers that are walked
@@ -37,7 +37,7 @@ MOST = 64  # answers that are walked
 
 @torch.no_grad()
 def walk_answers(
-    drafter: BlockDrafter, borrowed: Borrowed, shards: Shards, indices: Sequence[int], device: str, at_once: int = 16
+    drafter: BlockDrafter, shards: Shards, indices: Sequence[int], device: str, at_once: int = 16
 ) -> list[list[int]]:
     """Tokens that each cycle commits, bonus included, of the greedy walk along each of some samples' answers.
 
@@ -52,8 +52,8 @@ def walk_answers(
         lengths: list[list[int]] = [[] for _ in part]
         while bool((at < ends).any()):
             known = ids.gather(1, at[:, None])
-            hidden = drafter.block(context, at[:, None], known, borrowed.embedding)
-            made = drafts(drafter, borrowed, hidden, known)[:, 0]
+            hidden = drafter.block(context, at[:, None], known)
+            made = drafts(drafter, hidden, known)[:, 0]
             place = at[:, None] + 1 + torch.arange(made.shape[1], device=ids.device)
             right = (made == ids.gather(1, place.clamp(max=ids.shape[1] - 1))) & (place <= ends[:, None])
             count = right.long().cumprod(1).sum(1) + 1
@@ -88,7 +88,6 @@ class Trainer:
     def __init__(
         self,
         drafter: BlockDrafter,
-        borrowed: Borrowed,
         shards: Shards,
         run: TrainingRun,
         folder: Path,
@@ -97,7 +96,7 @@ class Trainer:
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._run, self._shards, self._folder, self._device, self._log = run, shards, folder, device, log
-        self._borrowed, self._state, self._saving = borrowed, TrainingState(), 0.0  # seconds of the last checkpoint
+        self._state, self._saving = TrainingState(), 0.0  # seconds of the last checkpoint
         self._best: dict[str, torch.Tensor] = {}  # weights of the best check, on the host
         gpu = device != "cpu"
         self._accelerator = Accelerator(
@@ -183,7 +182,7 @@ class Trainer:
         """Let go of the device's memory."""
         self._reader.close()
         self._accelerator.free_memory()
-        del self._drafter, self._optimizer, self._borrowed
+        del self._drafter, self._optimizer
         if self._device != "cpu":
             torch.cuda.empty_cache()
 
@@ -197,7 +196,7 @@ class Trainer:
             batch = self._reader.batch(state.step * run.accumulate + number).to(self._device)
             with self._accelerator.accumulate(self._drafter):
                 with self._accelerator.autocast():
-                    loss = block_loss(self._drafter, self._borrowed, batch)
+                    loss = block_loss(self._drafter, batch)
                 self._accelerator.backward(loss)
                 if self._accelerator.sync_gradients:
                     self._accelerator.clip_grad_norm_(self._drafter.parameters(), 1.0)
@@ -218,9 +217,7 @@ class Trainer:
         """
         state, self._drafter.quantized = self._state, True
         with self._accelerator.autocast():
-            walked = walk_answers(
-                self._drafter, self._borrowed, self._shards, self._heldout, self._device, self._run.sequences
-            )
+            walked = walk_answers(self._drafter, self._shards, self._heldout, self._device, self._run.sequences)
         self._drafter.forget_rounded()
         length = accepted(walked).mean
         state.lengths.append((state.step, round(length, 4)))

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 
 from edge_dflash.model.registry import read_pair
-from edge_dflash.training.drafter import BlockDrafter
+from edge_dflash.training.drafter import TARGET, BlockDrafter
 from edge_dflash.training.forecast import drafter_parameters, training_bytes
-from edge_dflash.training.losses import Borrowed
-from edge_dflash.training.shards import Sample, Shards, write_shard
 from edge_dflash.training.start import random_weights
+from edge_dflash.training.taps import Sample, Shards, write_shard
 from edge_dflash.training.trainer import PROBED, Trainer
 from edge_dflash.training.workdir import TrainingRun
 
@@ -49,16 +48,15 @@ def bench(pair, batch, steps, device):
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         data = shards(pair, folder)
-        drafter = BlockDrafter(pair, random_weights(pair)).to(device)
         size = pair.target.vocab_size, pair.target.hidden_size
         kind = torch.bfloat16 if device == "cuda" else torch.float32
-        embedding = torch.randn(size, device=device, dtype=kind)
-        lent = Borrowed(embedding, torch.randn(size, device=device, dtype=kind))
+        lent = {name: torch.randn(size, dtype=kind) for name in TARGET}
+        drafter = BlockDrafter(pair, random_weights(pair) | lent).to(device)
         sizes = dict(zip(("sequences", "anchors", "accumulate"), batch, strict=True))
         run = TrainingRun(
             *(folder, (), folder), **sizes, steps=steps, rate=1e-3, checks=1, patience=0, pause=1e9, rounded=1.0
         )
-        trainer = Trainer(drafter, lent, data, run, folder / "run", device=device)
+        trainer = Trainer(drafter, data, run, folder / "run", device=device)
         trainer._check = trainer._save = lambda: None  # the steps alone
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -7,10 +7,8 @@ from golden_pairs import backend, pair, store
 
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.model import pair_programs
-from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter, drafter_weights
-from edge_dflash.training.losses import Borrowed
-from edge_dflash.training.shards import Sample, Shards
-from edge_dflash.training.taps import write_taps
+from edge_dflash.training.drafter import TARGET, BlockDrafter, drafter_weights
+from edge_dflash.training.taps import Sample, Shards, write_taps
 from edge_dflash.training.workdir import TrainingRun
 from edge_dflash.weights.quantize import dequantize
 
@@ -32,19 +30,19 @@ def prepared(path, folder):
 
 
 def drafter_of(bundle, weights=None):
-    held = weights or {name: dequantize(bundle.get(name)) for name in drafter_weights(bundle.pair)}
-    return BlockDrafter(bundle.pair, held, bundle.manifest.weights)
+    """The drafter of a bundle, perhaps with other weights of its own."""
+    held = {name: dequantize(bundle.get(name)) for name in (*drafter_weights(bundle.pair), *TARGET)}
+    return BlockDrafter(bundle.pair, held | (weights or {}), bundle.manifest.weights)
 
 
-def borrowed_of(bundle):
-    """What a drafter has of the target of a bundle, or of a golden pair's store."""
-    return Borrowed(dequantize(bundle.get(EMBEDDING)), dequantize(bundle.get(HEAD)))
+def weights_of(name):
+    """What the drafter of a golden pair has, its target's embedding and head among it."""
+    return {one: dequantize(store(name).get(one)) for one in (*drafter_weights(pair(name)), *TARGET)}
 
 
 def module(name):
     """The drafter of a golden pair."""
-    weights = {one: dequantize(store(name).get(one)) for one in drafter_weights(pair(name))}
-    return BlockDrafter(pair(name), weights)
+    return BlockDrafter(pair(name), weights_of(name))
 
 
 def taps_of(name, ids):

@@ -15,6 +15,7 @@ from text_support import write_tokenizer
 
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
+from edge_dflash.text.prompt import Prompter
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.training.answers import make_answers, prompt_ids, read_answers
 from edge_dflash.training.data import read_mixture, read_tasks
@@ -159,7 +160,7 @@ def test_prompts_are_those_of_requests(tmp_path):
     bodies = [{"prompt": "x", "tools": [TOOL]}, {"prompt": "x", "tools": [TOOL], "tool_choice": "none"}]
     with Planner(FakeBackend(TEXT_SHAPE), tokenizer, [tokenizer.eos_token_id], fallback=False) as planner:
         for task, text in zip(read_tasks(written(tmp_path, bodies)).tasks, ("xT1", "x"), strict=True):
-            assert tokenizer.decode(prompt_ids(tokenizer, task)) == text
+            assert tokenizer.decode(prompt_ids(Prompter(tokenizer), task)) == text
             assert planner.plan(task.asked, max_new_tokens=1, **task.options).prompt_tokens == len(text)
 
 

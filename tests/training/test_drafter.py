@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from golden_pairs import EXPERTS, FLOAT32, NAMES, WALKS, backend, pair, store
-from training_support import borrowed_of, drafter_of, module, taps_of
+from golden_pairs import EXPERTS, FLOAT32, NAMES, WALKS, backend, pair
+from training_support import drafter_of, module, taps_of, weights_of
 
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import KvState
-from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter, fake_weight
-from edge_dflash.training.losses import Batch, Borrowed, block_loss, drafts
+from edge_dflash.training.drafter import HEAD, BlockDrafter, fake_weight
+from edge_dflash.training.losses import Batch, block_loss, drafts
 from edge_dflash.weights.quantize import dequantize, quantize_fp8, quantize_nvfp4
 
 PAIRS = (*NAMES, *WALKS, EXPERTS, "vision")
@@ -23,13 +23,12 @@ PROMPT, ANCHORS = 37, (5, 17, 30)
 def test_rows_and_logits_are_those_of_the_reference_backend(name):
     spec, one = pair(name), module(name)
     ids = np.random.default_rng(0).integers(0, spec.target.vocab_size, PROMPT).tolist()
-    embedding, head = (dequantize(store(name).get(which)) for which in (EMBEDDING, HEAD))
     anchors = torch.tensor([ANCHORS, ANCHORS])
     first = torch.tensor([[ids[at] for at in ANCHORS]] * 2)
     with torch.no_grad():
         taps = taps_of(name, ids).expand(2, -1, -1)
-        rows = one.block(one.context(taps), anchors, first, embedding)
-        logits = one.logits(rows, head)
+        rows = one.block(one.context(taps), anchors, first)
+        logits = one.logits(rows)
     assert rows.shape == (2, len(ANCHORS), spec.drafter.drafts, spec.drafter.hidden_size)
     reference = backend(name, FLOAT32)
     for index, anchor in enumerate(ANCHORS):
@@ -60,11 +59,10 @@ def test_the_context_is_what_a_prompt_stores(name):
 def test_greedy_drafts_are_those_of_the_reference_backend(name):
     spec, one = pair(name), module(name)
     ids = np.random.default_rng(2).integers(0, spec.target.vocab_size, PROMPT).tolist()
-    borrowed = Borrowed(*(dequantize(store(name).get(which)) for which in (EMBEDDING, HEAD)))
     anchors, first = torch.tensor([ANCHORS]), torch.tensor([[ids[at] for at in ANCHORS]])
     with torch.no_grad():
-        hidden = one.block(one.context(taps_of(name, ids)[None]), anchors, first, borrowed.embedding)
-    found = drafts(one, borrowed, hidden, first)
+        hidden = one.block(one.context(taps_of(name, ids)[None]), anchors, first)
+    found = drafts(one, hidden, first)
     reference = backend(name, FLOAT32)
     for index, anchor in enumerate(ANCHORS):
         reference.reset()
@@ -76,13 +74,10 @@ def test_greedy_drafts_are_those_of_the_reference_backend(name):
 def test_a_loss_reaches_every_weight_that_is_trained(name):
     spec, one = pair(name), module(name)
     ids = torch.from_numpy(np.random.default_rng(3).integers(0, spec.target.vocab_size, (2, PROMPT)))
-    borrowed = Borrowed(*(dequantize(store(name).get(which)) for which in (EMBEDDING, HEAD)))
     last = torch.randn(2, PROMPT, spec.target.hidden_size)
     taps = torch.stack([taps_of(name, row.tolist()).clone() for row in ids])
     one.quantized, one._formats = True, {n: "nvfp4" for n, s in one.specs.items() if s.kind == "linear"}
-    loss = block_loss(
-        one, borrowed, Batch(ids, torch.tensor([PROMPT, 29]), torch.tensor([ANCHORS[:2]] * 2), taps, last)
-    )
+    loss = block_loss(one, Batch(ids, torch.tensor([PROMPT, 29]), torch.tensor([ANCHORS[:2]] * 2), taps, last))
     loss.backward()
     assert loss.isfinite()
     for weight in one.specs:
@@ -93,42 +88,39 @@ def test_a_loss_reaches_every_weight_that_is_trained(name):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_an_embedding_in_bf16_rounds_nothing_but_itself(name):
-    spec, one = pair(name), module(name)
+    spec, kept = pair(name), weights_of(name)
     ids = np.random.default_rng(6).integers(0, spec.target.vocab_size, PROMPT).tolist()
-    embedding = dequantize(store(name).get(EMBEDDING)).bfloat16()
-    anchors, first = torch.tensor([ANCHORS]), torch.tensor([[ids[at] for at in ANCHORS]])
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        context = one.context(taps_of(name, ids)[None])
-        narrow, wide = (one.block(context, anchors, first, kept) for kept in (embedding, embedding.float()))
-    assert torch.equal(narrow, wide)
+    narrow = kept["target.embed_tokens"].bfloat16()
+    anchors, first, rows = torch.tensor([ANCHORS]), torch.tensor([[ids[at] for at in ANCHORS]]), []
+    for embedding in (narrow, narrow.float()):
+        one = BlockDrafter(spec, kept | {"target.embed_tokens": embedding})
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            rows.append(one.block(one.context(taps_of(name, ids)[None]), anchors, first))
+    assert torch.equal(*rows)
 
 
 def test_what_lies_behind_an_end_weighs_nothing():
     name = "qwen3"
     spec, one = pair(name), module(name)
     ids = torch.from_numpy(np.random.default_rng(4).integers(0, spec.target.vocab_size, (1, PROMPT)))
-    borrowed = Borrowed(*(dequantize(store(name).get(which)) for which in (EMBEDDING, HEAD)))
     taps = taps_of(name, ids[0].tolist()).clone()[None]
     other = ids.clone()
     other[:, 22:] = 3
-    losses = [block_loss(one, borrowed, Batch(x, torch.tensor([22]), torch.tensor([[17]]), taps)) for x in (ids, other)]
+    losses = [block_loss(one, Batch(x, torch.tensor([22]), torch.tensor([[17]]), taps)) for x in (ids, other)]
     assert losses[0] == losses[1]
 
 
 def test_tokens_that_cannot_be_drafted_cost_nothing():
     name = "qwen3"
-    spec, head = pair(name), dequantize(store(name).get(HEAD))
+    spec, kept = pair(name), weights_of(name)
     drafted = torch.arange(0, spec.target.vocab_size, 2)
-    own = {"drafter.lm_head": head[drafted], "drafter.d2t": drafted.float()}
-    one = BlockDrafter(
-        replace(spec, drafter=replace(spec.drafter, draft_vocab=len(drafted))), module(name).weights() | own
-    )
+    own = {"drafter.lm_head": kept[HEAD][drafted], "drafter.d2t": drafted.float()}
+    one = BlockDrafter(replace(spec, drafter=replace(spec.drafter, draft_vocab=len(drafted))), kept | own)
     ids = torch.from_numpy(np.random.default_rng(5).integers(0, spec.target.vocab_size, (1, PROMPT))) // 2 * 2
     taps = taps_of(name, ids[0].tolist()).clone()[None]
-    borrowed = Borrowed(dequantize(store(name).get(EMBEDDING)), head)
 
     def loss(ids):
-        return block_loss(one, borrowed, Batch(ids, torch.tensor([PROMPT]), torch.tensor([[5]]), taps))
+        return block_loss(one, Batch(ids, torch.tensor([PROMPT]), torch.tensor([[5]]), taps))
 
     other = ids.clone()
     other[:, 9] += 1
@@ -139,16 +131,16 @@ def test_tokens_that_cannot_be_drafted_cost_nothing():
 
 def test_a_quantized_drafter_has_the_matrices_of_its_bundle_and_rounds_keys_and_values(ids_bundle):
     name, bundle = "qwen3_5", Bundle.open(ids_bundle)
-    one, held = BlockDrafter(pair(name), module(name).weights(), bundle.manifest.weights), drafter_of(bundle).weights()
-    built, wide = (BlockDrafter(pair(name), held, fp8_kv=fp8) for fp8 in (True, False))
+    kept, held = weights_of(name), drafter_of(bundle).weights()
+    one = BlockDrafter(pair(name), kept, bundle.manifest.weights)
+    built, wide = (BlockDrafter(pair(name), kept | held, fp8_kv=fp8) for fp8 in (True, False))
     ids = np.random.default_rng(7).integers(0, pair(name).target.vocab_size, PROMPT).tolist()
-    taps, embedding = taps_of(name, ids)[None], borrowed_of(bundle).embedding
     anchors, first = torch.tensor([ANCHORS]), torch.tensor([[ids[at] for at in ANCHORS]])
 
     def rows(drafter, quantized):
         drafter.quantized = quantized
         with torch.no_grad():
-            return drafter.block(drafter.context(taps), anchors, first, embedding)
+            return drafter.block(drafter.context(taps_of(name, ids)[None]), anchors, first)
 
     assert torch.allclose(rows(one, True), rows(built, True), atol=1e-4)
     assert torch.equal(rows(wide, True), rows(built, False))

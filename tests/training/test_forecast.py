@@ -14,7 +14,7 @@ from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_pair
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.training.drafter import BlockDrafter
+from edge_dflash.training.drafter import TARGET, BlockDrafter
 from edge_dflash.training.forecast import (
     FLOAT,
     Forecast,
@@ -24,7 +24,7 @@ from edge_dflash.training.forecast import (
     logit_tensors,
     training_bytes,
 )
-from edge_dflash.training.losses import Batch, Borrowed, block_loss
+from edge_dflash.training.losses import Batch, block_loss
 from edge_dflash.training.start import random_weights
 from edge_dflash.training.taps import shard_bytes
 
@@ -60,15 +60,20 @@ def test_parameters_are_those_of_the_module_that_is_trained(demo):
     assert drafter_parameters(demo) == sum(p.numel() for p in module.parameters())
 
 
+def drafter_of(pair):
+    """A drafter of random weights."""
+    size = pair.target.vocab_size, pair.target.hidden_size
+    return BlockDrafter(pair, random_weights(pair) | {name: torch.randn(size) for name in TARGET})
+
+
 def kept_by_autograd(pair: PairSpec, sequences: int, tokens: int, count: int) -> int:
     """Bytes of the storages that a forward pass keeps, without parameters and what it is given."""
     torch.manual_seed(0)
-    drafter, target = BlockDrafter(pair, random_weights(pair)), pair.target
-    embedding = torch.randn(target.vocab_size, target.hidden_size)
+    drafter, target = drafter_of(pair), pair.target
     taps = torch.randn(sequences, tokens, len(pair.drafter.target_layer_ids) * target.hidden_size)
     anchors = torch.randint(4, tokens - 20, (sequences, count))
     first = torch.randint(0, target.vocab_size, (sequences, count))
-    given = {tensor.untyped_storage().data_ptr() for tensor in (embedding, taps, *drafter.parameters())}
+    given = {tensor.untyped_storage().data_ptr() for tensor in (taps, *drafter.buffers(), *drafter.parameters())}
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +82,7 @@ def kept_by_autograd(pair: PairSpec, sequences: int, tokens: int, count: int) ->
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        rows = drafter.block(drafter.context(taps), anchors, first, embedding)
+        rows = drafter.block(drafter.context(taps), anchors, first)
     assert rows.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
@@ -119,8 +124,7 @@ def test_logits_are_what_the_loss_keeps_of_their_size(kind):
     """The gradient of the logits is one tensor more."""
     pair = read_pair(MODELS / "target", directory("calib") / "demo" / "drafters" / kind)
     torch.manual_seed(0)
-    drafter, target = BlockDrafter(pair, random_weights(pair)), pair.target
-    head, taps = torch.randn(target.vocab_size, target.hidden_size), len(pair.drafter.target_layer_ids)
+    drafter, target, taps = drafter_of(pair), pair.target, len(pair.drafter.target_layer_ids)
     ids, tokens = torch.randint(0, 99, (2, 160)), torch.tensor([160, 160])
     last = torch.randn(2, 160, target.hidden_size) if pair.drafter.anchor_drafts else None
     batch = Batch(ids, tokens, torch.randint(4, 140, (2, 4)), torch.randn(2, 160, taps * target.hidden_size), last)
@@ -133,8 +137,8 @@ def test_logits_are_what_the_loss_keeps_of_their_size(kind):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = block_loss(drafter, Borrowed(head, head.clone()), batch)
-    given = {t.untyped_storage().data_ptr() for t in (head, batch.taps, *drafter.parameters())}
+        loss = block_loss(drafter, batch)
+    given = {t.untyped_storage().data_ptr() for t in (batch.taps, *drafter.buffers(), *drafter.parameters())}
     found = sum(nbytes for place, nbytes in kept.items() if place not in given and nbytes % size == 0)
     assert loss.requires_grad
     assert found / size + 1 <= logit_tensors(pair) <= found / size + 2

@@ -6,21 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from golden_pairs import WALKS, golden, store
-from training_support import borrowed_of, drafter_of, module, taps_of
+from golden_pairs import WALKS, golden
+from training_support import drafter_of, module, taps_of
 
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.demo.tasks import HELDOUT
 from edge_dflash.planner import Planner
 from edge_dflash.training import trainer
-from edge_dflash.training.answers import prompt_ids
-from edge_dflash.training.data import TrainingTask
-from edge_dflash.training.losses import Batch, Borrowed, drafts
-from edge_dflash.training.shards import Sample, Shards
-from edge_dflash.training.taps import write_taps
+from edge_dflash.training.losses import Batch, drafts
+from edge_dflash.training.taps import Sample, Shards, write_taps
 from edge_dflash.training.trainer import walk_answers
-
-NO_TARGET = Borrowed(torch.zeros(1), torch.zeros(1))
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +41,7 @@ class Said:
     def context(self, taps):
         return [self.sequences[int(number)] for number in taps[:, 0, 0]]
 
-    def block(self, context, at, known, embedding):
+    def block(self, context, at, known):
         rows = []
         for said, place, token in zip(context, at[:, 0].tolist(), known[:, 0].tolist(), strict=True):
             anchor, *drafted = said.get(place, (token, 0, 0, 0))
@@ -54,7 +49,7 @@ class Said:
             rows.append(drafted)
         return torch.tensor(rows)[:, None]
 
-    def logits(self, rows, head):
+    def logits(self, rows):
         return F.one_hot(rows, 10).float()
 
 
@@ -76,7 +71,7 @@ def test_a_cycle_commits_the_drafts_before_the_first_wrong_one_and_the_targets_t
         return Batch(ids, lengths, torch.tensor([prompts[index] for index in indices])[:, None], taps)
 
     order = [0, 1, 2, 2, 0, 1] * 4
-    walked = walk_answers(drafter, NO_TARGET, SimpleNamespace(batch=batch), order, "cpu")
+    walked = walk_answers(drafter, SimpleNamespace(batch=batch), order, "cpu")
     assert walked == [[[3, 1, 3], [1], [4, 1, 1]][index] for index in order]
 
 
@@ -89,7 +84,7 @@ def test_cycles_along_an_answer_are_those_of_the_golden_loop(name):
         one = SimpleNamespace(batch=lambda indices, share, batch=batch: batch)
         cycles = zip(given["cycle_start"].tolist(), given["cycle_accepted"].tolist(), strict=True)
         wanted = [min(accepted + 1, len(ids) - 1 - start) for start, accepted in cycles if start < len(ids) - 1]
-        assert walk_answers(module(name), borrowed_of(store(name)), one, [0], "cpu") == [wanted]
+        assert walk_answers(module(name), one, [0], "cpu") == [wanted]
 
 
 def test_cycles_along_a_planners_answers_are_its_own(demo_bundle, tmp_path):
@@ -97,13 +92,13 @@ def test_cycles_along_a_planners_answers_are_its_own(demo_bundle, tmp_path):
     bundle, samples, planned = Bundle.open(demo_bundle), [], []
     with Planner.open(demo_bundle, fallback=False, self_test="off") as planner:
         for asked in sorted(messages, key=lambda each: len(json.dumps(each)))[:8]:
-            plan, prompt = planner.plan(asked, max_new_tokens=64), prompt_ids(planner.tokenizer, TrainingTask(0, asked))
+            plan, prompt = planner.plan(asked, max_new_tokens=64), planner.encode(asked)
             samples.append(Sample((*prompt, *plan.tokens), len(prompt)))
             planned.append(list(plan.accept_lengths))
     shards = Shards(write_taps(bundle, samples, tmp_path))
     drafter = drafter_of(bundle)
     drafter.quantized = True
-    walked = walk_answers(drafter, borrowed_of(bundle), shards, range(len(samples)), "cpu")
+    walked = walk_answers(drafter, shards, range(len(samples)), "cpu")
     assert [sum(each) for each in walked] == [sum(each) for each in planned]
     telling = [
         ours == theirs for ours, theirs in zip(walked, planned, strict=True) if min(theirs[:-1], default=16) < 16

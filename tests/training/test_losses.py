@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from golden_pairs import WALKS, golden, pair, programs, store
-from training_support import borrowed_of, module
+from training_support import module
 
 from edge_dflash.training import losses
 from edge_dflash.training.drafter import HEAD
@@ -41,7 +41,7 @@ def batch_of(name):
 
 
 def loss_of(name, batch):
-    return block_loss(module(name), borrowed_of(store(name)), batch).item()
+    return block_loss(module(name), batch).item()
 
 
 def blocks(name, batch):
@@ -144,6 +144,6 @@ def test_the_confidence_learns_how_near_the_scores_are_and_does_not_move_them(mo
     for weight in (losses.CONFIDENCE, 0.0):
         monkeypatch.setattr(losses, "CONFIDENCE", weight)
         drafter = module(name)
-        block_loss(drafter, borrowed_of(store(name)), batch).backward()
+        block_loss(drafter, batch).backward()
         gradients.append(drafter.tensor(programs(name).propose.walk.successor).grad)
     torch.testing.assert_close(*gradients)

@@ -12,8 +12,7 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.training import taps as module
-from edge_dflash.training.shards import BatchReader, Order, Sample, Shards
-from edge_dflash.training.taps import ReferenceTapper, tap_program, write_taps
+from edge_dflash.training.taps import BatchReader, Order, ReferenceTapper, Sample, Shards, tap_program, write_taps
 from edge_dflash.weights.safetensors import TensorFiles
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_support import borrowed_of, drafter_of, plan, prepared
+from training_support import drafter_of, plan, prepared
 
 from edge_dflash.errors import RequestError
 from edge_dflash.training import trainer as training
 from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.losses import block_loss
-from edge_dflash.training.shards import BatchReader, damaged_file
+from edge_dflash.training.taps import BatchReader, damaged_file
 from edge_dflash.training.trainer import (
     LEAST_STEPS,
     Trainer,
@@ -40,7 +40,7 @@ def ready(ids_bundle, taps):
 
 def trained(ready, folder, given, **more):
     bundle, shards = ready
-    trainer = Trainer(drafter_of(bundle), borrowed_of(bundle), shards, given, folder, **more)
+    trainer = Trainer(drafter_of(bundle), shards, given, folder, **more)
     return trainer.run()
 
 
@@ -55,7 +55,7 @@ def test_a_drafter_learns_what_its_target_answers_and_the_best_is_kept(ready, tm
     bundle, shards = ready
     kept = drafter_of(bundle, kept_weights(tmp_path))
     kept.quantized = True
-    walked = walk_answers(kept, borrowed_of(bundle), shards, shards.heldout.tolist(), "cpu")
+    walked = walk_answers(kept, shards, shards.heldout.tolist(), "cpu")
     assert accepted(walked).mean == pytest.approx(state.best)
     assert "accept length" in said[-1]
 
@@ -64,10 +64,10 @@ CHILD = """
 import sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-from training_support import borrowed_of, drafter_of, plan, prepared
+from training_support import drafter_of, plan, prepared
 from edge_dflash.training.trainer import Trainer
 bundle, shards = prepared(Path({bundle!r}), Path({taps!r}))
-Trainer(drafter_of(bundle), borrowed_of(bundle), shards, plan(steps=12, pause=0.0), Path({folder!r})).run(
+Trainer(drafter_of(bundle), shards, plan(steps=12, pause=0.0), Path({folder!r})).run(
     lambda stage, done, total: print(done, flush=True)
 )
 """
@@ -96,7 +96,7 @@ def test_a_step_of_two_passes_learns_from_the_mean_of_both(ready, tmp_path):
     trained(ready, tmp_path, given)
     alone, reader = drafter_of(bundle), BatchReader(shards, given)
     for number in (0, 1):
-        (block_loss(alone, borrowed_of(bundle), reader.batch(number).to("cpu")) / 2).backward()
+        (block_loss(alone, reader.batch(number).to("cpu")) / 2).backward()
     reader.close()
     learnt = [parameter for parameter in alone.parameters() if parameter.requires_grad]
     torch.nn.utils.clip_grad_norm_(learnt, 1.0)
@@ -149,7 +149,7 @@ class Clock:
 def test_minutes_are_kept_whatever_a_step_takes(ready, tmp_path, monkeypatch):
     clock, rounded = Clock(), []
     bundle, shards = ready
-    trainer = Trainer(drafter_of(bundle), borrowed_of(bundle), shards, plan(steps=0, minutes=1.0, patience=0), tmp_path)
+    trainer = Trainer(drafter_of(bundle), shards, plan(steps=0, minutes=1.0, patience=0), tmp_path)
     step = trainer._step
 
     def slower(part):

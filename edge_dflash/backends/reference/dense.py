@@ -23,6 +23,7 @@ from edge_dflash.model.ops import (
     Add,
     Bias,
     Concat,
+    Embed,
     Fold,
     GeluErf,
     GeluTanh,
@@ -95,12 +96,14 @@ class Arithmetic(Protocol):
 
 
 def dense(op: Op, inputs: Sequence[torch.Tensor], how: Arithmetic) -> torch.Tensor:
-    """A dense op over tensors [..., rows, columns], unrounded; Embed, SelectRows and Experts are the pass's own.
+    """A dense op over tensors [..., rows, columns], unrounded; SelectRows and Experts are the pass's own.
 
     Raises TypeError for an op that has no function.
     """
     x, *others = inputs
     match op:
+        case Embed():
+            return F.embedding(x, how.tensor(op.weight)).float()
         case Linear():
             return how.linear(x, op.weight)
         case RmsNorm():

@@ -97,7 +97,6 @@ class Interpreter:
 
     def __init__(self, weights: TorchWeights, precision: Precision) -> None:
         self._weights = weights
-        self._drops: dict[tuple[int, tuple[str, ...]], tuple[Program, dict[int, list[str]]]] = {}
         self._round = precision.activations == "bfloat16"
 
     @torch.inference_mode()
@@ -118,24 +117,17 @@ class Interpreter:
         rows = len(ids)
         padded = pad(torch.tensor(ids, dtype=torch.int64), padded_rows(rows))
         run = _Pass(memory.length, program.commits, {"ids": padded}, {"ids": rows}, sight)
-        remaining = self._remaining(program, want)
-        for index, op in enumerate(program.ops):
+        for op, freed in zip(program.ops, program.freed, strict=True):
             if observer is not None:
                 self._observe(op, run, observer)
             value, valid = self._execute(op, run, memory, observer)
             run.tensors[op.output] = self._rounded(op, value)
             run.valid[op.output] = valid
-            for name in remaining.get(index, ()):
-                del run.tensors[name]
+            for name in freed:
+                if name not in want:
+                    del run.tensors[name]
         found = {role: run.tensors[name][: run.valid[name]] for role, name in program.outputs.items()}
         return found | {name: run.tensors[name][: run.valid[name]] for name in want}
-
-    def _remaining(self, program: Program, want: Collection[str]) -> dict[int, list[str]]:
-        """:func:`_last_uses`, of the same program once."""
-        key = id(program), tuple(want)
-        if key not in self._drops or self._drops[key][0] is not program:
-            self._drops[key] = program, _last_uses(program, want)
-        return self._drops[key][1]
 
     def _rounded(self, op: Op, value: torch.Tensor) -> torch.Tensor:
         return value if isinstance(op, _MOVES) else self._kept(value)
@@ -159,7 +151,7 @@ class Interpreter:
         weights = self._weights
         match op:
             case Embed():
-                x = weights.tensor(op.weight)[inputs[0]]
+                x = dense(op, inputs, weights)
                 return x if run.sight is None else with_pictures(x, run.sight), rows
             case SelectRows():
                 first, last = (rows - 1, rows) if op.which == "last" else (1, rows)
@@ -201,17 +193,3 @@ class Interpreter:
         """Parameters of a gated delta op."""
         tensor = self._weights.tensor
         return DeltaWeights(tensor(op.conv).flatten(1), tensor(op.a_log), tensor(op.dt_bias), tensor(op.norm))
-
-
-def _last_uses(program: Program, want: Collection[str]) -> dict[int, list[str]]:
-    """Tensors to drop after each op, so that a pass keeps only what is still needed."""
-    last: dict[str, int] = {}
-    for index, op in enumerate(program.ops):
-        last[op.output] = index
-        last.update(dict.fromkeys(op.inputs, index))
-    for name in (*program.outputs.values(), *want):
-        last.pop(name, None)
-    drops: dict[int, list[str]] = {}
-    for name, index in last.items():
-        drops.setdefault(index, []).append(name)
-    return drops
