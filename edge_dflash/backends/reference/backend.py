@@ -191,15 +191,7 @@ class ReferenceBackend:
         self.flush(lane)
         memory = self._lane(lane).memory
         length = memory.length
-        arrays: dict[str, npt.NDArray[np.generic]] = {}
-        for name, kv in memory.kv.items():
-            for role, stored in zip("kv", kv.stored, strict=True):
-                rows = stored[:length]
-                raw = rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows
-                arrays[f"{name}.{role}"] = raw.numpy().copy()
-        for name, delta in memory.delta.items():
-            arrays[f"{name}.state"] = delta.state.numpy().copy()
-            arrays[f"{name}.conv"] = delta.history.numpy().copy()
+        arrays = {name: place.numpy().copy() for name, place in _places(memory, length).items()}
         return Snapshot(length, arrays, memory.offset)
 
     @torch.inference_mode()
@@ -211,13 +203,7 @@ class ReferenceBackend:
             raise BackendError(
                 f"the snapshot holds {snapshot.length} tokens, the context only {self._shape.max_context}"
             )
-        places: dict[str, torch.Tensor] = {}
-        for name, kv in memory.kv.items():
-            for role, stored in zip("kv", kv.stored, strict=True):
-                rows = stored[: snapshot.length]
-                places[f"{name}.{role}"] = rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows
-        for name, delta in memory.delta.items():
-            places[f"{name}.state"], places[f"{name}.conv"] = delta.state, delta.history
+        places = _places(memory, snapshot.length)
         if places.keys() != snapshot.arrays.keys():
             differing = sorted(places.keys() ^ snapshot.arrays.keys())
             raise BackendError(f"the snapshot is of another pair: states differ in {', '.join(differing[:3])}")
@@ -242,3 +228,15 @@ class ReferenceBackend:
     def _allocate(self) -> Memory:
         shape = self._shape
         return Memory.allocate(self._programs.states, shape.max_context, self._precision, self._scales.__getitem__)
+
+
+def _places(memory: Memory, length: int) -> dict[str, torch.Tensor]:
+    """What a snapshot holds, by its names: rows of keys and values, of which BF16 as int16, and recurrent states."""
+    found: dict[str, torch.Tensor] = {}
+    for name, kv in memory.kv.items():
+        for role, stored in zip("kv", kv.stored, strict=True):
+            rows = stored[:length]
+            found[f"{name}.{role}"] = rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows
+    for name, delta in memory.delta.items():
+        found |= {f"{name}.state": delta.state, f"{name}.conv": delta.history}
+    return found
