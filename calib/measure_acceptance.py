@@ -12,6 +12,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from edge_dflash.planner import Planner
 from edge_dflash.training.data import read_tasks
 from edge_dflash.training.evaluate import evaluate
 
@@ -31,7 +32,8 @@ def main() -> None:
 
         torch.set_num_threads(given.threads)
     tasks = read_tasks(given.file, most=given.tasks).tasks
-    found = evaluate(given.bundle, tasks, new_tokens=given.new_tokens, plain=given.plain)
+    with Planner.open(given.bundle, fallback=False, self_test="off") as planner:
+        found = evaluate(planner, tasks, new_tokens=given.new_tokens, plain=given.plain)
     body = {"bundle": given.bundle.name, "file": given.file.name, "tasks": len(tasks)}
     print(json.dumps(body | {way: asdict(one) for way, one in found.items()}))
 

@@ -60,7 +60,8 @@ def nvfp4_values(blocks: torch.Tensor, global_scale: torch.Tensor) -> torch.Tens
     """Dequantized NVFP4 of blocks [n, 16] (float32) with a positive global scale for each [n]."""
     global_scale = global_scale.clamp_min(1e-30)
     wanted = blocks.abs().amax(-1) / (E2M1_MAX * global_scale)
-    scale = from_e4m3(to_e4m3(torch.where(wanted == 0, 1.0, wanted).clamp_min(E4M3_TINY)))
+    wanted = torch.where(wanted == 0, 1.0, wanted).clamp(E4M3_TINY, E4M3_MAX)
+    scale = wanted.to(torch.float8_e4m3fn).float()
     return nearest_e2m1(blocks / (scale * global_scale)[:, None]) * scale[:, None] * global_scale[:, None]
 
 

@@ -84,21 +84,13 @@ def ways(tasks: Sequence[TrainingTask]) -> tuple[str, ...]:
 
 
 def evaluate(
-    bundle: Path, tasks: Sequence[TrainingTask], *, new_tokens: int, plain: int = 0, progress: Progress = unheard
+    planner: Planner, tasks: Sequence[TrainingTask], *, new_tokens: int, plain: int = 0, progress: Progress = unheard
 ) -> dict[str, Measure]:
     """Answer the tasks in each of the :func:`ways`; the first ``plain`` also without the drafter, and compare.
 
-    Answers end where the context does; tasks that leave no room are left out. Raises what :meth:`Planner.open` and
-    :meth:`Planner.plan` raise.
+    Answers end where the context does; tasks that leave no room are left out. Raises what :meth:`Planner.plan` raises,
+    and RequestError for a planner without a tokenizer.
     """
-    with Planner.open(bundle, fallback=False, self_test="off") as planner:  # all drafts of each cycle are verified
-        return evaluate_planner(planner, tasks, new_tokens=new_tokens, plain=plain, progress=progress)
-
-
-def evaluate_planner(
-    planner: Planner, tasks: Sequence[TrainingTask], *, new_tokens: int, plain: int = 0, progress: Progress = unheard
-) -> dict[str, Measure]:
-    """:func:`evaluate` of a planner that is open. Raises RequestError for one without a tokenizer."""
     prompter, usable = open_prompter(planner), planner.shape.usable_context
     rooms = [(task, min(new_tokens, usable - len(prompt_ids(prompter, task)))) for task in tasks]
     asked = [(task, room) for task, room in rooms if room > 0]

@@ -44,14 +44,14 @@ FEWER = "fewer --prompts, --sampled, --evaluated or --new-tokens make it shorter
 
 
 @dataclass(frozen=True)
-class Device:
+class TrainingDevice:
     """What trains: "cuda" or "cpu"."""
 
     name: str
     size: int | None  # bytes of its memory; None: not known
 
     @classmethod
-    def found(cls) -> Device:
+    def found(cls) -> TrainingDevice:
         """That of this machine: its GPU where torch finds one."""
         if torch.cuda.is_available():
             return cls("cuda", torch.cuda.get_device_properties(0).total_memory)
@@ -105,7 +105,12 @@ class Forecast:
 
 
 def forecast(
-    run: TrainingRun, planner: Planner, bundle: Bundle, data: Sequence[TrainingData], evaluated: int, device: Device
+    run: TrainingRun,
+    planner: Planner,
+    bundle: Bundle,
+    data: Sequence[TrainingData],
+    evaluated: int,
+    device: TrainingDevice,
 ) -> Forecast | None:
     """The forecast of a run whose first bundle is open; None where a few tokens cannot be timed.
 

@@ -33,8 +33,8 @@ from edge_dflash.training.drafter import TARGET, BlockDrafter
 from edge_dflash.training.evaluate import Measure, card_of, evaluate, shaped, warnings
 from edge_dflash.training.forecast import (
     STAGES,
-    Device,
     Forecast,
+    TrainingDevice,
     forecast,
     gigabytes,
     memory_warning,
@@ -118,7 +118,7 @@ class Training:
     work: TrainingDir
     progress: Progress = unheard
     say: Say = lambda line: None
-    device: Device = field(default_factory=Device.found)
+    device: TrainingDevice = field(default_factory=TrainingDevice.found)
 
     def run_stages(self) -> tuple[Path, DrafterCard]:
         """All of them; where the drafter lies, and its card."""
@@ -319,7 +319,8 @@ class Training:
 
             if name not in found:
                 tasks = self._evaluated(data)
-                made = evaluate(bundle, tasks, new_tokens=run.new_tokens, plain=run.plain, progress=tell)
+                with Planner.open(bundle, fallback=False, self_test="off") as planner:  # every draft is verified
+                    made = evaluate(planner, tasks, new_tokens=run.new_tokens, plain=run.plain, progress=tell)
                 found[name] = encode(made)
                 work.write(work.evaluation, found)
         return {

@@ -12,7 +12,7 @@ from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.training.data import read_tasks
-from edge_dflash.training.evaluate import accepted, evaluate, evaluate_planner, ways
+from edge_dflash.training.evaluate import accepted, evaluate, ways
 
 TEXT_SHAPE = dataclasses.replace(SHAPE, vocab_size=258, max_context=256, mask_token_id=257)
 SCHEMA = {
@@ -59,7 +59,7 @@ def test_figures_of_verifies():
 
 def test_free_tasks_are_answered_greedily_and_drawn(planner, tmp_path):
     tasks, told = tasks_of(tmp_path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}), []
-    found = evaluate_planner(planner, tasks, new_tokens=13, plain=2, progress=lambda *step: told.append(step))
+    found = evaluate(planner, tasks, new_tokens=13, plain=2, progress=lambda *step: told.append(step))
     assert tuple(found) == ways(tasks) == ("greedy", "sampled")
     for one in found.values():
         assert (one.compared, one.equal) == (2, 2)
@@ -75,14 +75,14 @@ def test_free_tasks_are_answered_greedily_and_drawn(planner, tmp_path):
 def test_a_wrong_token_of_plain_decoding_is_found(planner, tmp_path):
     tasks = tasks_of(tmp_path, *({"prompt": text} for text in "abc"))
     planner.wrong = "b"
-    found = evaluate_planner(planner, tasks, new_tokens=13, plain=3)
+    found = evaluate(planner, tasks, new_tokens=13, plain=3)
     assert {(one.compared, one.equal) for one in found.values()} == {(3, 2)}
-    found = evaluate_planner(planner, tasks, new_tokens=13, plain=1)
+    found = evaluate(planner, tasks, new_tokens=13, plain=1)
     assert {(one.compared, one.equal) for one in found.values()} == {(1, 1)}
 
 
 def test_nothing_is_decoded_plainly_unless_asked(planner, tmp_path):
-    found = evaluate_planner(planner, tasks_of(tmp_path, {"prompt": "a"}), new_tokens=5)
+    found = evaluate(planner, tasks_of(tmp_path, {"prompt": "a"}), new_tokens=5)
     assert {(one.compared, one.equal, one.plain_tokens_per_second) for one in found.values()} == {(0, 0, None)}
     assert all(options.get("speculative", True) for _, options, _ in planner.seen)
 
@@ -90,7 +90,7 @@ def test_nothing_is_decoded_plainly_unless_asked(planner, tmp_path):
 @pytest.mark.parametrize("form", [{"schema": SCHEMA}, {"regex": r'\{"do":"[ab]"\}'}])
 def test_tasks_of_a_form_are_answered_in_it_and_free(planner, tmp_path, form):
     tasks = tasks_of(tmp_path, {"prompt": "a", **form}, {"prompt": "b"})
-    found = evaluate_planner(planner, tasks, new_tokens=40, plain=1)
+    found = evaluate(planner, tasks, new_tokens=40, plain=1)
     assert tuple(found) == ("greedy", "sampled", "greedy, schema", "sampled, schema")
     assert {one.equal for one in found.values()} == {1}
     shaped = [plan for _, options, plan in planner.seen if set(form) & set(options)]
@@ -103,14 +103,15 @@ def test_tasks_of_a_form_are_answered_in_it_and_free(planner, tmp_path, form):
 def test_the_context_cuts_answers_and_leaves_out_longer_prompts(planner, tmp_path):
     usable = planner.shape.usable_context
     tasks = tasks_of(tmp_path, *({"prompt": "x" * count, "raw": True} for count in (usable + 9, usable - 5, 10)))
-    found = evaluate_planner(planner, tasks, new_tokens=20, plain=2)
+    found = evaluate(planner, tasks, new_tokens=20, plain=2)
     assert found["greedy"].tokens == 5 + 20
     assert (found["greedy"].compared, found["greedy"].equal) == (2, 2)
 
 
 def test_a_bundle_is_measured_and_the_script_prints_it(demo_bundle, tmp_path, monkeypatch, capsys):
     tasks = tasks_of(tmp_path, {"prompt": "Bring the mug."}, {"prompt": "Open the door."})
-    found = evaluate(demo_bundle, tasks, new_tokens=6, plain=1)
+    with Planner.open(demo_bundle, fallback=False, self_test="off") as planner:
+        found = evaluate(planner, tasks, new_tokens=6, plain=1)
     assert {(one.compared, one.equal) for one in found.values()} == {(1, 1)}
     path = tmp_path / "tasks.jsonl"
     monkeypatch.setattr("sys.argv", ["measure", str(demo_bundle), str(path), "--new-tokens", "6", "--plain", "1"])
@@ -123,4 +124,4 @@ def test_a_bundle_is_measured_and_the_script_prints_it(demo_bundle, tmp_path, mo
 
 def test_a_bundle_without_tokenizer_is_refused(tmp_path):
     with Planner(FakeBackend(TEXT_SHAPE), None) as planner, pytest.raises(RequestError, match="has no tokenizer"):
-        evaluate_planner(planner, tasks_of(tmp_path, {"prompt": "a"}), new_tokens=5)
+        evaluate(planner, tasks_of(tmp_path, {"prompt": "a"}), new_tokens=5)
