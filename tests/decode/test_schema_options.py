@@ -168,18 +168,17 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize("source", MANY, ids=range(len(MANY)))
-def test_many_options_are_told_apart_or_refused_in_bounded_time(source):
+REFUSED = {2: "options 0 and 1 could hold", 3: "too many to be told apart; let all differ in", 6: "could", 9: "could"}
+
+
+@pytest.mark.parametrize("index", [*range(len(MANY))])
+def test_many_options_are_told_apart_or_refused_in_bounded_time(index):
     began = time.process_time()
-    with contextlib.suppress(RequestError):
-        plain(source)
+    with pytest.raises(RequestError, match=REFUSED[index]) if index in REFUSED else contextlib.nullcontext():
+        plain(MANY[index])
     assert time.process_time() - began < 5
 
 
-def test_options_that_are_many_and_tagged_are_taken():
-    plain(MANY[0])
-    plain(MANY[1])
-    plain(MANY[4])
-    plain(MANY[5])
-    with pytest.raises(RequestError, match="too many to be told apart; let all differ in the constant of one property"):
-        plain(MANY[3])
+def test_a_union_that_is_not_looked_through_soon_may_still_differ_in_its_type():
+    deep = {"type": "object", **_doubling({"required": ["z"]})}
+    plain({"oneOf": [deep, {"type": "string"}]})

@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from edge_dflash.decode.grammar.keywords import Node, is_number, kinds_of
 from edge_dflash.errors import RequestError
 
 MAX_STEPS = 100_000  # schemas, and hundreds of values, looked at: half a second
+SOON = 3000  # of them for one or two options
 _DEPTH = 12  # levels of properties, items and unions that are followed
 _FIRST = 16  # items of an array that are followed
 _UNIONS = ("anyOf", "oneOf")
 _KINDS = frozenset(("null", "boolean", "number", "string", "array", "object"))
 
+T = TypeVar("T")
 Flat: TypeAlias = "list[dict[str, Any]]"  # schemas that hold together, without $ref and allOf
 Tags: TypeAlias = "dict[str, frozenset[str]]"  # the only values of a required property; of "" + the value itself
 
@@ -31,12 +33,16 @@ def tag_of(node: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
+class _LateError(Exception):
+    """Two options are not told apart soon."""
+
+
 class Apart:
     """Tells the options of a schema's oneOfs apart. ``resolve`` gives what a reference points to."""
 
     def __init__(self, resolve: Callable[[str], Node]) -> None:
         self._resolve = resolve
-        self._steps = 0
+        self._steps, self._until = 0, MAX_STEPS
         self._keys: dict[int, dict[str, Any]] = {}  # id of a node: its values by key
 
     def together(self, node: dict[str, Any], around: Sequence[Node]) -> tuple[int, int] | None:
@@ -50,12 +56,26 @@ class Apart:
             beside.append({"required": [tag]})
         for first, second in self._pairs(options, beside):
             both = [*beside, options[first], options[second]]
-            if not (self._impossible(both, 0) or (around and self._impossible([*around, *both], 0))):
+            if not any(
+                self._soon(self._impossible, parts) for parts in ([both, [*around, *both]] if around else [both])
+            ):
                 return first, second
         return None
 
+    def _soon(self, find: Callable[[Sequence[Node], int], T], parts: Sequence[Node]) -> T | None:
+        """What is found out of schemas that hold together, if it is soon."""
+        self._until = self._steps + SOON
+        try:
+            return find(parts, 0)
+        except _LateError:
+            return None
+        finally:
+            self._until = MAX_STEPS
+
     def _spend(self, steps: int = 1) -> None:
         self._steps += steps
+        if self._until < self._steps <= MAX_STEPS:
+            raise _LateError
         if self._steps > MAX_STEPS:
             raise RequestError(
                 "the options of oneOf are too many to be told apart; let all differ in the constant of one property "
@@ -64,7 +84,7 @@ class Apart:
 
     def _pairs(self, options: Sequence[Node], beside: Sequence[Node]) -> Iterator[tuple[int, int]]:
         """The pairs that the constant of one property, or their own, does not tell apart."""
-        tags = [self._tags([*beside, option], 0) for option in options]
+        tags = [self._soon(self._tags, [*beside, option]) or {} for option in options]
         names = Counter(name for each in tags for name in each)
         values = Counter(name for name, _ in {(name, value) for each in tags for name in each for value in each[name]})
         name = max(names, key=lambda one: (names[one], values[one]), default=None)
