@@ -10,10 +10,8 @@ import re
 
 import pytest
 
-from edge_dflash.decode.grammar.calls import Calls
 from edge_dflash.decode.grammar.schema import plain
 from edge_dflash.errors import RequestError
-from edge_dflash.text.tool_calls import TaggedCalls
 from tests.decode.test_grammar import OWN, accepts, schema
 
 TEXT, INTEGER, OBJECT = {"type": "string"}, {"type": "integer"}, {"type": "object"}
@@ -68,18 +66,6 @@ def test_what_forbids_nothing_is_taken(idle):
         assert accepts(schema(idle), document)
     inside = {"type": "object", "properties": {"deep": {"anyOf": [idle, {"type": "null"}]}}}
     assert accepts(schema(inside), '{"deep":{"a":1,"b":[]}}')
-
-
-def test_other_keywords_stay_where_those_are_left_out():
-    record = schema({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": DIGIT})
-    assert accepts(record, '{"any":3}')
-    assert not accepts(record, '{"any":10}')
-    both = schema({"type": "integer", "multipleOf": 1, "not": False, "if": False, "minimum": 3, "title": "n", "x-n": 1})
-    assert accepts(both, "3")
-    assert not accepts(both, "2")
-    closed = {"type": "object", "properties": {"a": DIGIT}, "additionalProperties": False, "maxProperties": 1.0}
-    assert accepts(schema(closed), "{}")
-    assert not accepts(schema(closed), '{"b":1}')
 
 
 # Refusals: the reason, where @ is the place; schemas that follow its advice -------------------------------------------
@@ -315,22 +301,6 @@ def test_definitions_forbid_something_where_they_are_referred_to():
     assert plain({**TEXT, **defs}) == TEXT
     with pytest.raises(RequestError, match=r"'contains' at #/\$defs/x would not be enforced"):
         plain({"properties": {"p": {"$ref": "#/$defs/x"}}, **defs})
-
-
-def test_the_parameters_of_a_tool_are_in_plain_form():
-    text = {"type": "string", "format": "starts_with", "pattern": "^a", "minLength": 2.0, "allOf": [], "example": "ab"}
-    choice = {"oneOf": [{"const": "x"}, {"const": "y"}], "nullable": False}
-    parameters = {
-        "type": "object",
-        "properties": {"t": text, "c": choice, "n": {"type": "integer", "format": "uint8"}},
-        "propertyNames": {"type": "string"},
-        "minProperties": 0,
-        "additionalProperties": False,
-    }
-    assert plain(parameters)["properties"]["t"] == {"type": "string", "pattern": "^a", "minLength": 2}
-    made = Calls.of("forced", [{"name": "f", "parameters": parameters}], TaggedCalls("", "", "", "", "", "")).grammar()
-    assert '("x" | "y")' in made
-    assert '"maximum": 255' in made
 
 
 # Formats and numbers --------------------------------------------------------------------------------------------------

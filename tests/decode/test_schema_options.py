@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from typing import Annotated, Literal
 
 import pytest
 from pydantic import BaseModel, Field
 
-from edge_dflash.decode.grammar.calls import Calls
 from edge_dflash.decode.grammar.schema import plain
 from edge_dflash.errors import RequestError
-from edge_dflash.text.tool_calls import JsonCalls
-from tests.decode.test_grammar import accepts, lark, schema
+from tests.decode.test_grammar import accepts, schema
 
 DRIVE = {"type": "object", "properties": {"do": {"const": "drive"}, "n": {"type": "integer"}}, "required": ["do", "n"]}
 HOLD = {"type": "object", "properties": {"do": {"enum": ["hold"]}}, "required": ["do"], "additionalProperties": False}
@@ -117,21 +114,6 @@ TOGETHER = [
 def test_options_that_could_hold_together_are_refused(source):
     with pytest.raises(RequestError, match=r"only one option .* options \d and \d could hold together; .* \(at #"):
         plain({**source, "$defs": {**source.get("$defs", {}), "t": {"oneOf": [LEAF, NODE]}}})
-
-
-def test_a_oneof_that_nothing_refers_to_does_not_matter():
-    assert accepts(schema({"type": "null", "$defs": {"x": TOGETHER[0]}}), "null")
-
-
-def test_options_are_those_of_tools_and_of_inline_schemas_too():
-    parameters = {"type": "object", "properties": {"step": {"oneOf": REFS}}, "required": ["step"], "$defs": DEFS}
-    tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
-    assert '"#/$defs/D"' in Calls.of("forced", [tool], JsonCalls('{"name": ', ', "arguments": ', "}")).grammar()
-    inline = lark(f"start: %json {json.dumps(parameters)}")
-    assert accepts(inline, '{"step":{"do":"hold"}}')
-    tool["function"]["parameters"] = {"type": "object", "properties": {"step": TOGETHER[0]}}
-    with pytest.raises(RequestError, match="could hold together"):
-        Calls.of("forced", [tool], JsonCalls('{"name": ', ', "arguments": ', "}")).grammar()
 
 
 def _tagged(index, **more):
