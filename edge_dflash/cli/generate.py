@@ -189,7 +189,7 @@ def read_task(prompt: str | None, prompt_file: Path | None, ids: str | None, *, 
     if prompt is not None:
         return prompt
     if prompt_file is not None:
-        text = _read(prompt_file)
+        text = read_words(prompt_file)
         return text if raw else text.removesuffix("\n")
     return parse_ids(ids or "")
 
@@ -210,7 +210,7 @@ def read_schema(given: str) -> str:
         return schema_text(given)
     if not is_file(Path(given)):
         raise RequestError(f"--schema is {given[:60]!r}, neither a file nor a JSON object; give one of them")
-    return schema_text(_read(Path(given)))
+    return schema_text(read_words(Path(given)))
 
 
 def read_grammar(given: str) -> str:
@@ -219,13 +219,14 @@ def read_grammar(given: str) -> str:
     A name of a file with a colon in it is read as a grammar, unless there is such a file.
     """
     if "\n" not in given and len(os.fsencode(given)) < 256 and is_file(Path(given)):
-        return _read(Path(given))
+        return read_words(Path(given))
     if ":" not in given:
         raise RequestError(f"--grammar is {given[:60]!r}, neither a file nor rules; give one of them: 'start: \"yes\"'")
     return given
 
 
-def _read(path: Path) -> str:
+def read_words(path: Path) -> str:
+    """The text of a file, - is stdin. Raises RequestError naming the file."""
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else read_bytes(path, LARGE)
         return data.decode()

@@ -11,7 +11,8 @@ import numpy as np
 from edge_dflash.bench.run import Form
 from edge_dflash.bench.subjects import Prompts
 from edge_dflash.bundle.reader import read_manifest
-from edge_dflash.common.files import LARGE, directory, read_text
+from edge_dflash.cli.generate import read_words
+from edge_dflash.common.files import directory
 from edge_dflash.demo.checking import plan_schema
 from edge_dflash.demo.tasks import HELDOUT, MODELS
 from edge_dflash.errors import ContextError, RequestError
@@ -28,13 +29,8 @@ def read_prompts(path: Path) -> list[Task]:
 
     Raises RequestError naming file and line.
     """
-    try:
-        lines = read_text(path, LARGE).splitlines()
-    except OSError as error:
-        raise RequestError(f"cannot read {path}: {error.strerror}; give a JSONL file of prompts") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is not UTF-8 text (byte {error.start}); convert it") from None
-    tasks = [_task(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    lines = enumerate(read_words(path).splitlines(), 1)
+    tasks = [_task(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not tasks:
         raise RequestError(f"{path} holds no prompts; give one JSON object a line")
     return tasks

@@ -8,6 +8,7 @@ have one meaning here (``best_of``, penalties) are taken at that meaning only. W
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -218,43 +219,41 @@ _STREAM = Body(
         "continuous_usage_stats": only("the usage comes last; give false", False),
     }
 )
-_SAYS_OTHER = "it would change what the model says"
-_HERE = "leave it out, and give"
-# Parameters of OpenAI and of servers of other models: why, and at which values they change nothing.
-_NEUTRAL: tuple[tuple[Any, ...], ...] = (
-    ("logit_bias", "logits cannot be biased; leave it out", {}),
-    ("presence_penalty frequency_penalty", f"{_SAYS_OTHER}; give 0", 0),
-    ("repetition_penalty length_penalty", f"{_SAYS_OTHER}; give 1", 1),
-    ("min_p", "tokens are drawn by temperature, top_k and top_p; give 0", 0),
-    ("typical_p", "tokens are drawn by temperature, top_k and top_p; give 1", 1),
-    ("min_tokens", "an answer ends where the model ends it; give 0", 0),
-    ("ignore_eos", "an answer ends where the model ends it; give false", False),
-    ("best_of", "as many answers are made as n says; leave it out", 1),
-    ("use_beam_search", "as many answers are made as n says; leave it out", False),
-    ("echo", "the prompt cannot be echoed; leave echo out", False),
-    ("store", "nothing is stored; give false", False),
-    ("service_tier", "there is one tier; leave it out", "auto", "default"),
-    ("modalities", "answers are text", ["text"]),
-    ("verbosity", f"{_SAYS_OTHER}; leave it out", "medium"),
-    ("skip_special_tokens", "texts are without them; give true", True),
-    ("spaces_between_special_tokens", "texts are without them; leave it out", True, False),
-    ("include_stop_str_in_output", "an answer ends before its stop text; give false", False),
-    ("add_generation_prompt", "the model answers; give true", True),
-    ("continue_final_message", "the model answers in a message of its own; give false", False),
-    ("add_special_tokens", "the chat template writes them; give false", False),
-    ("include_reasoning", "thinking is told; give true", True),
-    ("cache_prompt", "known prompts are always kept; leave it out", True),
-    ("return_token_ids return_tokens_as_token_ids", f"{_HERE} edge_dflash.tokens", False),
-    ("prompt_logprobs", "only the answer has log-probabilities; leave it out"),
-    ("chat_template", "the model's own is used; leave it out"),
-    ("documents", "write them into a message", []),
-    ("guided_json json_schema", f"{_HERE} response_format"),
-    ("guided_regex guided_choice regex", f"{_HERE} edge_dflash.regex"),
-    ("guided_grammar grammar", f"{_HERE} edge_dflash.grammar"),
-    ("structured_outputs", f"{_HERE} edge_dflash.regex or .grammar, or response_format", {}),
-    ("think", f"{_HERE} reasoning_effort"),
-)
-NEUTRAL = {name: (why, *accepted) for names, why, *accepted in _NEUTRAL for name in names.split()}
+# Parameters of OpenAI and of servers of other models: why they are refused, and at which values they change nothing.
+_NEUTRAL: dict[str, dict[str, Sequence[Any]]] = {
+    "it would change what the model says": {
+        **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), (0,)),
+        **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), (1,)),
+        "logit_bias": [{}],
+        "verbosity": ["medium"],
+    },
+    "the model ends an answer": {"min_tokens": [0], "ignore_eos": [False], "include_stop_str_in_output": [False]},
+    "as many answers are made as n says": {"best_of": [1], "use_beam_search": [False]},
+    "templates and control tokens are the model's own": {
+        **{"chat_template": [], "add_generation_prompt": [True], "continue_final_message": [False]},
+        **{
+            "add_special_tokens": [False],
+            "skip_special_tokens": [True],
+            "spaces_between_special_tokens": [True, False],
+        },
+    },
+    "an answer has no prompt": {"echo": [False], "prompt_logprobs": []},
+    "nothing is stored": {"store": [False]},
+    "there is one tier": {"service_tier": ["auto", "default"]},
+    "answers are text": {"modalities": [["text"]]},
+    "thinking is told": {"include_reasoning": [True]},
+    "known prompts are always kept": {"cache_prompt": [True]},
+    "write them into a message": {"documents": [[]]},
+    "give edge_dflash.tokens": {"return_token_ids": [False], "return_tokens_as_token_ids": [False]},
+    "give response_format": {"guided_json": [], "json_schema": []},
+    "give edge_dflash.regex": {"guided_regex": [], "guided_choice": [], "regex": []},
+    "give edge_dflash.grammar": {"guided_grammar": [], "grammar": []},
+    "give edge_dflash.regex or .grammar, or response_format": {"structured_outputs": [{}]},
+    "give reasoning_effort": {"think": []},
+}
+NEUTRAL = {
+    name: (f"{why}; leave it out", *accepted) for why, names in _NEUTRAL.items() for name, accepted in names.items()
+}
 
 
 def _answer(new_tokens: int) -> dict[str, ValueReader]:

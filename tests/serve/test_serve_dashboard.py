@@ -62,19 +62,6 @@ def test_labels_that_legends_and_sums_name_exist():
     assert named <= labels
 
 
-def test_panels_have_their_own_place():
-    taken = set()
-    for panel in DASHBOARD["panels"]:
-        grid = panel["gridPos"]
-        cells = {
-            (x, y) for x in range(grid["x"], grid["x"] + grid["w"]) for y in range(grid["y"], grid["y"] + grid["h"])
-        }
-        assert not cells & taken
-        assert max(x for x, _ in cells) < 24
-        taken |= cells
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-
-
 def test_the_board_is_asked_at_each_scrape():
     text = Metrics(lambda: BOARD_STATE).text().decode()
     for line in (
