@@ -26,6 +26,8 @@ message and exits with the class's ``exit_code``; a traceback from edge-dflash i
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class EdgeDflashError(Exception):
@@ -145,3 +147,17 @@ def one_line(said: object) -> str:
     """A text, or what an error says, as a message quotes it: in one line of at most 300 characters."""
     text = " ".join(str(said)[:1000].split()) or type(said).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+@contextmanager
+def refused(kind: Callable[[str], EdgeDflashError], what: str, remedy: str) -> Iterator[None]:
+    """Raise ``kind`` for a panic of a library in Rust, and for the bare Exception that it raises otherwise.
+
+    A panic is no Exception of Python's, so that it would end whatever thread it meets.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what} ({one_line(error)}); {remedy}") from None

@@ -15,8 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from edge_dflash.common.files import is_there
-from edge_dflash.common.panics import refused
-from edge_dflash.errors import BundleError, RequestError
+from edge_dflash.errors import BundleError, RequestError, refused
 from edge_dflash.text.files import DEFAULT, TOOL_USE, read, read_object, read_templates, special_tokens
 from edge_dflash.text.template import BoundError, ChatTemplate, Message
 

@@ -12,10 +12,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from edge_dflash.common.panics import refused
 from edge_dflash.common.rules import refuse_surrogates
 from edge_dflash.decode.grammar.rewrite import rewrite
-from edge_dflash.errors import RequestError, one_line
+from edge_dflash.errors import RequestError, one_line, refused
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
