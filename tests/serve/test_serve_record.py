@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import stat
 import time
 
-from service_support import Process, client_of, config_for
+from service_support import Process
 
-from edge_dflash.serve.service import Service
+from edge_dflash.runner.recording import Recording
+from edge_dflash.serve.state_dir import recording_in
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -38,28 +38,9 @@ def test_a_service_records_what_it_answered_and_not_who_asked(demo_bundle, tmp_p
     assert "not recorded" not in log
 
 
-def test_a_state_directory_that_cannot_be_made_keeps_no_request_from_its_answer(demo_bundle, tmp_path, caplog):
+def test_a_state_directory_that_cannot_be_made_is_an_error_of_the_log_alone(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    service = Service(
-        config_for(
-            tmp_path,
-            service={
-                "bundle": str(demo_bundle),
-                "state_dir": str(tmp_path / "file" / "state"),
-                "record": True,
-                "self_test": "off",
-            },
-            sessions={"save": "never"},
-        )
-    )
-    with caplog.at_level(logging.ERROR, "edge_dflash"):
-        service.load()
-    try:
-        service.open_doors()
-        assert [record.levelname for record in caplog.records] == ["ERROR"]
-        assert "answers are not recorded in" in caplog.text
-        with client_of(service) as client:
-            assert client.post(CHAT, json={"messages": HELLO, "max_tokens": 2}).status_code == 200
-            assert 'edge_dflash_recorded_answers{outcome="written"} 0.0' in client.get("/metrics").text
-    finally:
-        service.close()
+    assert recording_in(tmp_path / "file" / "state", 1 << 20) is None  # and requests go on
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "answers are not recorded in" in caplog.text
+    assert recording_in(tmp_path / "state", 1 << 20) == Recording(tmp_path / "state" / "answers.jsonl", 1 << 20)
