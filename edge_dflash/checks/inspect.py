@@ -482,6 +482,3 @@ def _groups(
         WeightGroup(*key, sum(prod(programs.weights[name].shape) for name in names), sum(read[name] for name in names))
         for key, names in groups.items()
     )
-
-
-STEPS = (0, 1, 2, 4, 6, 8, 12, 16)  # drafts of cycles that are costed one by one

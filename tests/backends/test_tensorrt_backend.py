@@ -2,7 +2,6 @@
 
 import weakref
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -28,6 +27,7 @@ from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import GroupedConvSpec, MarkovSpec, SelectorSpec
 from edge_dflash.model.vision import patch_tables
+from edge_dflash.weights.formats import WideWeight
 from edge_dflash.weights.recipe import default_recipe
 
 CONTEXT, CHUNK, STATE = 128, 16, Precision("bfloat16", "fp8")
@@ -135,10 +135,11 @@ def test_convolutions_and_the_walk_are_our_kernels_in_the_cycles_graph(monkeypat
     assert (cycle.drafts, cycle.accepted) == (rows - 1, rows - 1)
 
 
-class Unstored:
+class Wide:
     """A checkpoint in BF16."""
 
-    stored: ClassVar = {}
+    def get(self, name):
+        return WideWeight(np.zeros((1, 1), np.uint16))
 
 
 MIXTURE = ("experts_route", "experts_choose", "experts_up_nvfp4", "experts_down_nvfp4", "experts_sum")
@@ -161,7 +162,7 @@ def test_mixtures_are_our_kernels_between_plans_in_the_cycles_graph(monkeypatch,
 def test_a_bundle_of_plans_alone_with_experts_is_refused():
     recipe = default_recipe()
     with pytest.raises(BackendError, match="--backend native,tensorrt"):
-        _backends(choose("sm110", "tensorrt", recipe), recipe, MIXED, Unstored(), CHUNK)
+        _backends(choose("sm110", "tensorrt", recipe), recipe, MIXED, Wide(), CHUNK)
 
 
 def runs_of(which):

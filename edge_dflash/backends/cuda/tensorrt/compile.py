@@ -110,57 +110,36 @@ def error_log(trt: Any) -> Any:
     return Log()
 
 
-class Phases:
-    """Phases that run, innermost last. A step of a phase counts as an equal share of it."""
-
-    def __init__(self) -> None:
-        self._open: list[tuple[str, int, int]] = []  # name, steps done, steps
-        self._most = 0.0
-
-    def start(self, name: str, steps: int) -> None:
-        """A phase inside those that run."""
-        self._open.append((name, 0, max(1, steps)))
-
-    def step(self, name: str, step: int) -> None:
-        """Step ``step`` of the innermost phase of this name is done, counted from 0."""
-        for index in self._innermost(name):
-            self._open[index] = (name, step + 1, self._open[index][2])
-
-    def finish(self, name: str) -> None:
-        """The innermost phase of this name is done."""
-        for index in self._innermost(name):
-            del self._open[index]
-
-    def _innermost(self, name: str) -> list[int]:
-        return [index for index, phase in enumerate(self._open) if phase[0] == name][-1:]
-
-    @property
-    def share(self) -> float:
-        """Share of the build that is done; never falls."""
-        done, width = 0.0, 1.0
-        for _, steps_done, steps in self._open:
-            done += width * min(steps_done, steps) / steps
-            width /= steps
-        self._most = max(self._most, min(done, 1.0))
-        return self._most
-
-
 def monitor(trt: Any, advance: Callable[[float], bool]) -> Any:
-    """A progress monitor. ``advance`` is told the share that is done and returns False to stop the build."""
+    """A progress monitor. ``advance`` is told the share that is done, which never falls; False stops the build.
+
+    Phases nest; a step of one counts as an equal share of it.
+    """
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
-            self._phases = Phases()
+            self._open: list[tuple[str, int, int]] = []  # name, steps done, steps; innermost last
+            self._most = 0.0
+
+        def _innermost(self, name: str) -> list[int]:
+            return [index for index, phase in enumerate(self._open) if phase[0] == name][-1:]
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            self._phases.start(phase_name, num_steps)
+            self._open.append((phase_name, 0, max(1, num_steps)))
 
         def phase_finish(self, phase_name: str) -> None:
-            self._phases.finish(phase_name)
+            for index in self._innermost(phase_name):
+                del self._open[index]
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            self._phases.step(phase_name, step)
-            return advance(self._phases.share)
+            for index in self._innermost(phase_name):
+                self._open[index] = (phase_name, step + 1, self._open[index][2])
+            done, width = 0.0, 1.0
+            for _, steps_done, steps in self._open:
+                done += width * min(steps_done, steps) / steps
+                width /= steps
+            self._most = max(self._most, min(done, 1.0))
+            return advance(self._most)
 
     return Monitor()

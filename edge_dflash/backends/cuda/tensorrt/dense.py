@@ -211,7 +211,7 @@ class EngineTower(Tower):
     def _load(self, weights: NativeWeights, cubin: Callable[[str], bytes], memory: Allocator) -> None:
         places = {name: self._matrix(name).pointer for name in self._layout.places} | dict(self._tables)
         where = {name: pointer.address for name, pointer in places.items()}
-        self._enqueue = self._engines.resized(TOWER, self._layout.most, where)
+        self._enqueue = self._engines.context(TOWER, 0, self._layout.most, where)
 
     def _compute(self, patches: int) -> None:
         self._enqueue(patches)

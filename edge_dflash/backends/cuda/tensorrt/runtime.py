@@ -29,7 +29,7 @@ from edge_dflash.backends.cuda.tensorrt.lower import DTYPES
 from edge_dflash.backends.cuda.tensorrt.units import Binding, Unit
 from edge_dflash.errors import BackendError
 
-Enqueue = Callable[[], None]
+Enqueue = Callable[..., None]  # of the rows, where they are others than before
 Made = TypeVar("Made")
 _WHENCE = {"SET": io.SEEK_SET, "CUR": io.SEEK_CUR, "END": io.SEEK_END}
 
@@ -95,9 +95,7 @@ class Engines:
         stream = int(self._gpu.stream)
         if not made.set_optimization_profile_async(profile, stream):
             raise self._failed(key, f"does not take profile {profile}")
-        for binding in engine.unit.inputs:
-            if not made.set_input_shape(binding.name, _shape(binding, rows)):
-                raise self._failed(key, f"does not take {rows} rows of {binding.name}")
+        self._shape(key, made, rows)
         for binding in (*engine.unit.inputs, *engine.unit.outputs):
             if not made.set_tensor_address(binding.name, addresses[binding.name]):
                 raise self._failed(key, f"does not take an address for {binding.name}")
@@ -105,22 +103,18 @@ class Engines:
             raise self._failed(key, f"lacks the shape or address of {missing[0]}")
         return partial(self._enqueue, key, len(self._contexts) - 1)
 
-    def resized(self, key: str, most: int, addresses: Mapping[str, int]) -> Callable[[int], None]:
-        """As :meth:`context`, for any number of rows up to ``most``: what enqueues it takes theirs."""
-        self.context(key, 0, most, addresses)
-        return partial(self._resize, key, len(self._contexts) - 1)
-
-    def _resize(self, key: str, number: int, rows: int) -> None:
-        """Enqueue context ``number`` for ``rows``. Raises BackendError with TensorRT's words."""
-        for binding in self._engines[key].unit.inputs:
-            if not self._contexts[number].context.set_input_shape(binding.name, _shape(binding, rows)):
-                raise self._failed(key, f"does not take {rows} rows of {binding.name}")
-        self._enqueue(key, number)
-
-    def _enqueue(self, key: str, number: int) -> None:
+    def _enqueue(self, key: str, number: int, rows: int | None = None) -> None:
         """Enqueue context ``number`` on the device's stream. Raises BackendError with TensorRT's words."""
-        if not self._contexts[number].context.execute_async_v3(int(self._gpu.stream)):
+        context = self._contexts[number].context
+        if rows is not None:
+            self._shape(key, context, rows)
+        if not context.execute_async_v3(int(self._gpu.stream)):
             raise self._failed(key, "cannot be enqueued")
+
+    def _shape(self, key: str, context: Any, rows: int) -> None:
+        for binding in self._engines[key].unit.inputs:
+            if not context.set_input_shape(binding.name, _shape(binding, rows)):
+                raise self._failed(key, f"does not take {rows} rows of {binding.name}")
 
     def close(self) -> None:
         """Let go of contexts and engines, and so of the weights on the device, before that is closed."""
