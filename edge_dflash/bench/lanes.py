@@ -13,9 +13,8 @@ from statistics import mean, median, quantiles
 
 from edge_dflash.bench.device import Device
 from edge_dflash.bench.measure import lent
-from edge_dflash.bench.result import BenchResult, Company, LaneLoad, PassTime
-from edge_dflash.bench.run import Say, Subject
-from edge_dflash.bench.workload import Workload
+from edge_dflash.bench.result import Company, LaneLoad, PassTime
+from edge_dflash.bench.workload import Say, Subject, Workload
 from edge_dflash.checks.footprint import Costs
 from edge_dflash.checks.mixes import Watching
 from edge_dflash.planner import Planner
@@ -25,23 +24,9 @@ DEADLINES = 8  # requests with a deadline
 SHARE = 0.5  # of the time that a request takes in company: its deadline
 
 
-def with_lanes(result: BenchResult, subject: Subject, device: Device, work: Workload, say: Say) -> BenchResult:
-    """The result with what ``work.lanes`` requests at once were measured to do."""
-    if not work.lanes:
-        return result
-    loads = []
-    for lanes in work.lanes:
-        say(f"timing {lanes} request{'s' if lanes > 1 else ''} at once")
-        loads.append(_load(subject, device, work, lanes))
-    company = None
-    if (most := max(work.lanes)) > 1:
-        say(f"timing one request while others come and go on {most} lanes")
-        company = _company(subject, work, most)
-    return replace(result, lanes=tuple(loads), company=company)
-
-
-def _load(subject: Subject, device: Device, work: Workload, lanes: int) -> LaneLoad:
+def load(subject: Subject, device: Device, work: Workload, lanes: int, say: Say) -> LaneLoad:
     """So many requests of as many tokens, begun together."""
+    say(f"timing {lanes} request{'s' if lanes > 1 else ''} at once")
     tokens = work.budget(subject.planner.shape.verify_rows)
     prompts = [subject.prompts[lane % len(subject.prompts)] for lane in range(lanes)]
     watching = Watching()
@@ -71,8 +56,10 @@ def joint_bytes(costs: Costs, context: int, lanes: int, rows: int, pending: int)
     return once + lanes * (sum(one.total for one in passes) - once)
 
 
-def _company(subject: Subject, work: Workload, lanes: int) -> Company:
-    """One request alone, then while others come and go; then with deadlines."""
+def company(subject: Subject, work: Workload, say: Say) -> Company:
+    """One request alone, then while others come and go on the most lanes; then with deadlines."""
+    lanes = max(work.lanes)
+    say(f"timing one request while others come and go on {lanes} lanes")
     tokens = work.budget(subject.planner.shape.verify_rows)
     prompt = subject.prompts[0]
     with lent(subject.planner.backend, chosen=work.acceptance is not None) as planner:

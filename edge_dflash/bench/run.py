@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from operator import ne
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from edge_dflash.bench.device import Device, StepTime, force, memory, on_device, profile
-from edge_dflash.bench.measure import ROUNDS, Decodings, Meter, TimedRun, host_cycle, lent
+from edge_dflash.bench.lanes import company, load
+from edge_dflash.bench.measure import ROUNDS, Decodings, Meter, host_cycle, lent
 from edge_dflash.bench.provenance import ClockSample, describe
 from edge_dflash.bench.result import (
     BenchResult,
@@ -22,44 +23,15 @@ from edge_dflash.bench.result import (
     Prefill,
     StepKind,
 )
-from edge_dflash.bench.workload import Workload, reached
-from edge_dflash.checks.footprint import Costs
+from edge_dflash.bench.workload import Form, Say, Subject, Workload, reached, tiled
 from edge_dflash.decode.backend import Backend, Rows
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.drafts import measure
 from edge_dflash.decode.tree import Parents
 from edge_dflash.errors import ContextError
-from edge_dflash.planner import Planner
 
 if TYPE_CHECKING:  # importing it needs CUDA's bindings
     from edge_dflash.backends.cuda.backend import NativeBackend
-
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Form:
-    """A JSON Schema for plans."""
-
-    what: str  # in words
-    schema: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is benchmarked."""
-
-    title: str
-    kind: str  # of backend
-    weights: str  # formats, in words
-    kv: str
-    planner: Planner
-    costs: Costs | None
-    source: str  # of the prompts, in words
-    prompts: Sequence[Sequence[int]]  # whose continuations are timed
-    form: Form | None  # None: the bundle has no tokenizer
-    filler: Sequence[int]  # ids that prompts of any length are made of
-    load_seconds: float
 
 
 def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResult:
@@ -88,6 +60,7 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
     steps = _by_drafts(meter, subject, work, say)
     contexts = tuple(_context(meter, subject, context, say) for context in work.contexts)
     held = memory(on_gpu, device.free_bytes, allocations) if on_gpu else None
+    coldest = first.prefill_seconds * 1e3, first.cycles[0].seconds * 1e3
     floor = costs.verify(len(subject.prompts[0]) + work.tokens // 2, 1, 1).total if costs else None
     return BenchResult(
         pair=subject.title,
@@ -108,7 +81,7 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
         schema=formed,
         raw=decodings.raw,
         cycle=cycle,
-        cold=_cold(subject, first, decodings.raw.ms),
+        cold=Cold(subject.load_seconds, len(subject.prompts[0]), *coldest, decodings.raw.ms),
         prefill=prefills,
         contexts=contexts,
         drafts_ms=drafts_ms,
@@ -118,6 +91,8 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
         routing_correlation=work.correlation,
         chosen=chosen,
         by_drafts=steps,
+        lanes=tuple(load(subject, device, work, lanes, say) for lanes in work.lanes),
+        company=company(subject, work, say) if max(work.lanes, default=1) > 1 else None,
     )
 
 
@@ -152,11 +127,6 @@ def fitted(work: Workload, backend: Backend, say: Say) -> Workload:
     return replace(work, context=min(work.context, room), prefill=prefill, contexts=contexts)
 
 
-def tiled(ids: Sequence[int], length: int) -> list[int]:
-    """``ids`` over and over, up to ``length``."""
-    return [*ids] * (length // len(ids)) + [*ids][: length % len(ids)]
-
-
 def _chosen(meter: Meter, subject: Subject, work: Workload, say: Say) -> Chosen:
     """The first prompt by a planner that chooses the number of drafts; its first plan settles the number."""
     say("timing speculative decoding with drafts chosen by measurement")
@@ -186,11 +156,6 @@ def _context(meter: Meter, subject: Subject, context: int, say: Say) -> CycleTim
     if on_device(subject.planner.backend):
         return meter.device_cycle(prompt)
     return host_cycle(meter.cycles(prompt, 4).cycles)
-
-
-def _cold(subject: Subject, first: TimedRun, steady_ms: float) -> Cold:
-    prompt_ms, cycle_ms = first.prefill_seconds * 1e3, first.cycles[0].seconds * 1e3
-    return Cold(subject.load_seconds, len(subject.prompts[0]), prompt_ms, cycle_ms, steady_ms)
 
 
 def _profile(device: NativeBackend, prompt: Sequence[int], say: Say) -> tuple[StepKind, ...]:

@@ -13,11 +13,10 @@ import numpy as np
 
 from edge_dflash.backends.cuda.support import device_sm
 from edge_dflash.bench.device import CUBINS, Device, force_experts, probe_device
-from edge_dflash.bench.lanes import with_lanes
 from edge_dflash.bench.random_pair import RandomWeights, synthetic_pair, synthetic_tokenizer
 from edge_dflash.bench.result import BenchResult
-from edge_dflash.bench.run import Form, Say, Subject, run, tiled
-from edge_dflash.bench.workload import Workload, routing
+from edge_dflash.bench.run import run
+from edge_dflash.bench.workload import Form, Say, Subject, Workload, routing, tiled
 from edge_dflash.board.archs import arch_of_sm
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.footprint import Costs
@@ -78,7 +77,7 @@ def bench_synthetic(
     except BackendError as error:
         raise BackendError(f"edge-dflash bench --synthetic needs an NVIDIA GPU: {error}") from None
     with synthetic_subject(name, kind, work, cubin, say) as subject:
-        return with_lanes(run(subject, device, work, say), subject, device, work, say)
+        return run(subject, device, work, say)
 
 
 @contextmanager
@@ -161,7 +160,7 @@ def bench_bundle(
     else:
         say(f"the {manifest.backend} backend is timed as it is: no read bandwidth, no floors, no device memory")
     with bundle_subject(path, prompts, say, drafter=drafter, lanes=max(work.lanes, default=None)) as subject:
-        return with_lanes(run(subject, device, work, say), subject, device, work, say)
+        return run(subject, device, work, say)
 
 
 @contextmanager

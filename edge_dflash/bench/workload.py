@@ -1,24 +1,59 @@
-"""What a benchmark forces: how many drafts each cycle accepts, and which experts each row of a block chooses."""
+"""What a benchmark is asked: its subject, what is timed, and what is forced of acceptance and of experts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.bench.measure import CYCLES, WARM
+from edge_dflash.checks.footprint import Costs
 from edge_dflash.errors import RequestError
+from edge_dflash.planner import Planner
 
 PROFILES = {"published": (0.854, 0.770, 0.713, 0.673, 0.642, 0.614)}
 """Share of cycles whose draft at a position is accepted, by position; behind them the last two's ratio goes on.
 
 ``published``: z-lab's drafter of Qwen3.6-35B-A3B, six positions, as vllm-project/speculators 761 reports them.
 """
+Say = Callable[[str], None]
 _LONGEST_PERIOD = 100  # cycles of an accept pattern
 _BLOCK, _BLOCKS = 32, 16  # cycles in which each quantile of a profile occurs once, and blocks of different orders
+
+
+@dataclass(frozen=True)
+class Form:
+    """A JSON Schema for plans."""
+
+    what: str  # in words
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is benchmarked."""
+
+    title: str
+    kind: str  # of backend
+    weights: str  # formats, in words
+    kv: str
+    planner: Planner
+    costs: Costs | None
+    source: str  # of the prompts, in words
+    prompts: Sequence[Sequence[int]]  # whose continuations are timed
+    form: Form | None  # None: the bundle has no tokenizer
+    filler: Sequence[int]  # ids that prompts of any length are made of
+    load_seconds: float
+
+
+def tiled(ids: Sequence[int], length: int) -> list[int]:
+    """``ids`` over and over, up to ``length``."""
+    return [*ids] * (length // len(ids)) + [*ids][: length % len(ids)]
 
 
 def accept_pattern(accept_length: float, rows: int) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_dflash.bench.run import Form
 from edge_dflash.bench.subjects import Prompts
+from edge_dflash.bench.workload import Form
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.cli.generate import read_words
 from edge_dflash.common.files import directory

@@ -12,7 +12,7 @@ from golden_pairs import ENGINE, backend, golden
 from rich.console import Console
 
 from edge_dflash.bench.device import Device
-from edge_dflash.bench.lanes import joint_bytes, with_lanes
+from edge_dflash.bench.lanes import joint_bytes
 from edge_dflash.bench.run import run
 from edge_dflash.bench.workload import Workload
 from edge_dflash.checks import mixes as mixes_module
@@ -43,7 +43,7 @@ def measured():
     one = replace(one, prompts=[prompt[:12] for prompt in PROMPTS])
     work = Workload(context=12, tokens=8, prefill=(8,), lanes=(1, 2))
     with one.planner:
-        found = with_lanes(run(one, Device(), work, said.append), one, Device(), work, said.append)
+        found = run(one, Device(), work, said.append)
     return found, said
 
 
@@ -76,10 +76,6 @@ def test_tables_and_json_say_it(measured):
     data = json.loads(json.dumps(found.to_json()))
     assert [load["over_floor"] for load in data["lanes"]] == [None, None]
     assert data["company"]["lanes"] == 2
-
-
-def test_nothing_more_is_measured_where_no_lanes_are_asked_for(measured):
-    assert with_lanes(measured[0], None, Device(), Workload(), quiet) is measured[0]
 
 
 def test_bytes_of_a_joint_cycle_are_the_weights_once_and_the_state_of_each():

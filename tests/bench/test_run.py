@@ -30,8 +30,8 @@ from rich.console import Console
 from edge_dflash.bench.device import Device
 from edge_dflash.bench.measure import Meter
 from edge_dflash.bench.result import Formed, svg
-from edge_dflash.bench.run import run, tiled
-from edge_dflash.bench.workload import Workload, accept_pattern
+from edge_dflash.bench.run import run
+from edge_dflash.bench.workload import Workload, accept_pattern, tiled
 from edge_dflash.board.state import EnergyMeter
 from edge_dflash.cli.bench import render
 from edge_dflash.errors import ContextError, RequestError

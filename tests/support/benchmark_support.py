@@ -11,7 +11,7 @@ from fakes import FakeBackend, FakeRows
 from edge_dflash.bench import measure
 from edge_dflash.bench import run as bench
 from edge_dflash.bench.device import Device
-from edge_dflash.bench.run import Subject
+from edge_dflash.bench.workload import Subject
 from edge_dflash.checks.footprint import Traffic
 from edge_dflash.decode import drafts, loop
 from edge_dflash.decode.backend import Cycle
