@@ -11,14 +11,13 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from edge_dflash.backends.selftest import SelfTestResult, replay
+from edge_dflash.backends.selftest import AcceptanceCheck, SelfTestResult, check_acceptance, replay
 from edge_dflash.bench.golden import GoldenComparison, verify_golden
 from edge_dflash.bench.provenance import write_report
 from edge_dflash.bench.subjects import bench_bundle
 from edge_dflash.bench.workload import Workload
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SelfTest, load_selftest
-from edge_dflash.checks.acceptance import AcceptanceCheck, check_acceptance
 from edge_dflash.checks.doctor import examine, gather
 from edge_dflash.checks.doctor import report as doctor_report
 from edge_dflash.checks.lossless import SAMPLED, Verification, verify_lossless

@@ -297,11 +297,6 @@ def test_a_wrong_lowering_is_found(name, monkeypatch):
     assert findings(kind, key, *mutate(monkeypatch, unit, store))
 
 
-def test_there_are_mutations_of_every_kind_of_weight_and_op():
-    assert len(MUTATIONS) >= 40
-    assert {kind for kind, _, _ in MUTATIONS.values()} == {"w4a16", "w4a4", "fp8", "fp8-channel", "bf16"}
-
-
 def test_the_highest_id_among_equals_is_found(monkeypatch):
     zeros = {HEAD_INPUT: np.zeros((2, 256), np.float32)}
     trt = tensorrt()[0]

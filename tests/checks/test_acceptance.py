@@ -7,9 +7,9 @@ from cli_support import last_json
 from fakes import SHAPE, FakeBackend
 from selftest_support import Damaged, backend_of, shuffled
 
+from edge_dflash.backends.selftest import CYCLES, AcceptanceCheck, check_acceptance
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import load_selftest
-from edge_dflash.checks.acceptance import CYCLES, AcceptanceCheck, check_acceptance
 from edge_dflash.decode.drafts import Drafting
 
 WRONG = shuffled("drafter.fc")

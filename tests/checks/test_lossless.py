@@ -6,9 +6,8 @@ import pytest
 from golden_pairs import NAMES, golden
 from verify_support import BACKENDS, engine, exact
 
-from edge_dflash.checks.lossless import BY_TURNS, OWN, Adversary, TokenRows, drafters, noise, oracle, verify_lossless
+from edge_dflash.checks.lossless import BY_TURNS, OWN, TokenRows, drafters, verify_lossless
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import Sampling, choose
 from edge_dflash.errors import ContextError, RequestError, VerificationError
 
@@ -132,24 +131,6 @@ def test_bad_requests_are_refused():
         verify_lossless(exact("qwen3"), prompts("qwen3"), max_new_tokens=1000)
 
 
-def test_an_adversary_changes_nothing_but_the_drafts():
-    backend = exact("qwen3")
-    wrapped = Adversary(backend, [1, 2, 3, 4, 5], oracle)
-    assert wrapped.shape == backend.shape
-    wrapped.prefill([1, 2])
-    assert wrapped.propose(3).argmax() == [4, 5, 0, 0, 0, 0, 0]
-    wrapped.verify([3, 4])
-    wrapped.commit(1)
-    wrapped.flush()
-    saved = wrapped.snapshot()
-    assert wrapped.length() == saved.length == backend.length() == 3
-    wrapped.reset()
-    assert backend.length() == 0
-    wrapped.restore(saved)
-    assert backend.length() == 3
-    wrapped.close()
-
-
 @pytest.mark.parametrize("settings", [Sampling(), Sampling(0.01), Sampling(50.0, seed=3), Sampling(2.0, 40, 0.5)])
 def test_token_rows_choose_their_tokens_at_any_setting(settings):
     rows = TokenRows((5, 0, 511, 7), 512)
@@ -166,12 +147,3 @@ def test_staircases_of_several_runs_share_the_accept_lengths():
 
     assert [accepted(0, cycle) for cycle in range(9)] == [0, 1, 2, 3, 4, 5, 6, 7, 0]
     assert {accepted(run, cycle) for run in range(4) for cycle in range(2)} == set(range(8))
-
-
-def test_noise_is_sometimes_right_and_reproducible():
-    shape, truth = exact("qwen3").shape, [3, 1, 4, 1, 5, 9, 2]
-    drafts = [noise(1)(cycle, truth, shape) for cycle in range(40)]
-    assert drafts == [noise(1)(cycle, truth, shape) for cycle in range(40)]
-    right = sum(a == b for row in drafts for a, b in zip(row, truth, strict=True)) / 280
-    assert 0.4 < right < 0.65
-    assert Options().sampling == Sampling()
