@@ -15,26 +15,21 @@ from edge_dflash.errors import RequestError
 ROOT = Path(__file__).parents[2]
 
 
-def test_clocks_are_read_from_nvidia_smi():
-    line = "NVIDIA H200, 580.65.06, 1980, 3201, 1980, 356.71, 700.00\n"
-    assert provenance.parse_clocks(line) == {
-        "name": "NVIDIA H200",
-        "driver": "580.65.06",
-        "sm_mhz": 1980.0,
-        "memory_mhz": 3201.0,
-        "most_sm_mhz": 1980.0,
-        "watts": 356.71,
-        "watt_limit": 700.0,
-    }
-
-
-def test_what_a_board_does_not_report_is_left_out():
-    assert provenance.parse_clocks("Orin (nvgpu), 540.4.0, [N/A], [N/A], [N/A], [N/A], [Not Supported]") == {
-        "name": "Orin (nvgpu)",
-        "driver": "540.4.0",
-    }
-    assert provenance.parse_clocks("") == {}
-    assert provenance.parse_clocks("\n") == {}
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (
+            "NVIDIA H200, 580.65.06, 1980, 3201, 1980, 356.71, 700.00\n",
+            ("NVIDIA H200", "580.65.06", 1980.0, 3201.0, 1980.0, 356.71, 700.0),
+        ),
+        ("Orin (nvgpu), 540.4.0, [N/A], [N/A], [N/A], [N/A], [Not Supported]", ("Orin (nvgpu)", "540.4.0")),
+        ("", ()),
+        ("\n", ()),
+    ],
+)
+def test_clocks_are_what_nvidia_smi_reports(line, found):
+    names = ("name", "driver", "sm_mhz", "memory_mhz", "most_sm_mhz", "watts", "watt_limit")
+    assert provenance.parse_clocks(line) == dict(zip(names, found, strict=False))
 
 
 def test_without_nvidia_smi_there_are_no_clocks(monkeypatch):

@@ -301,11 +301,6 @@ def test_every_code_has_a_section_in_order_and_no_other_has():
     assert re.findall(r"^## (D\d+) (.+)$", TROUBLES, flags=re.MULTILINE) == list(CODES.items())
 
 
-def test_every_section_says_something_of_a_status():
-    for section in re.split(r"^## ", TROUBLES, flags=re.MULTILINE)[1:]:
-        assert re.search(r"\*(warn|fail)\*", section), section[:20]
-
-
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
 def test_commands_parse(argv):
     command = typer.main.get_command(edge_dflash.cli.app).commands[argv[0]]

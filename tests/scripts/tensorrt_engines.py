@@ -2,14 +2,13 @@
 
     python -m tests.scripts.tensorrt_engines --synthetic qwen3.6-27b --arch sm121
 
-Weights are made when an engine asks for them and engines are hashed and dropped, so no disk is read or written.
+Weights are made when an engine asks for them and engines are dropped, so no disk is read or written.
 The last line is one JSON object. Seconds follow what else the machine does; CPU seconds do so less.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -21,7 +20,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -83,19 +81,6 @@ def _codes(rng: np.random.Generator, shape: tuple[int, ...], mask: int = 0xFF) -
     return codes
 
 
-@dataclass(frozen=True)
-class Built:
-    """One engine."""
-
-    key: str
-    kind: str  # its linears, by module
-    seconds: float  # of lowering and building, without making weights
-    weight_seconds: float  # of making weights
-    hash_seconds: float
-    weight_bytes: int
-    plan_bytes: int
-
-
 def kind_of(unit: Unit, pair: PairSpec) -> str:
     """Model and modules of a unit's linears, in order; units of a kind have equal shapes."""
     specs = pair_programs(pair).weights
@@ -105,43 +90,29 @@ def kind_of(unit: Unit, pair: PairSpec) -> str:
     return f"{unit.key.partition('-')[0]}: {' '.join(modules)} ({size / 1e6:.0f} M)"
 
 
-def build_all(pair: PairSpec, recipe: Recipe, arch: str, workers: int, chunk: int) -> list[Built]:
+def build_all(pair: PairSpec, recipe: Recipe, arch: str, workers: int, chunk: int) -> list[dict[str, Any]]:
     """Build every engine once, ``workers`` at a time. Raises BackendError and BuildError."""
     store, local = PackedStore(pair, recipe), threading.local()
     units = engine_units(bundle_units(pair, recipe.formats(pair_programs(pair).weights), chunk).units)
 
-    def build(unit: Unit) -> Built:
+    def build(unit: Unit) -> dict[str, Any]:
         compiler = local.__dict__.setdefault("compiler", None) or Compiler(arch)
         local.compiler = compiler
         made, began = store.seconds[threading.get_ident()], time.perf_counter()
         lowered = compiler.lower(unit, store)
         made = store.seconds[threading.get_ident()] - made
         plan = compiler.build(lowered)
-        seconds, began = time.perf_counter() - began - made, time.perf_counter()
-        hashlib.sha256(plan)
-        hashed = time.perf_counter() - began
-        built = Built(unit.key, kind_of(unit, pair), seconds, made, hashed, lowered.weight_bytes, len(plan))
+        seconds = time.perf_counter() - began - made
         print(f"{unit.key}: {seconds:.1f} s, {len(plan) / 1e6:,.1f} MB", file=sys.stderr, flush=True)
-        return built
+        sizes = {"weight_bytes": lowered.weight_bytes, "plan_bytes": len(plan)}
+        return {"key": unit.key, "kind": kind_of(unit, pair), "seconds": seconds, "weight_seconds": made, **sizes}
 
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(build, units.values()))
 
 
-def summary(plans: Sequence[Built]) -> list[dict[str, Any]]:
-    """A row for each kind: plans, median seconds, bytes."""
-    rows = []
-    for kind in dict.fromkeys(plan.kind for plan in plans):
-        members = [plan for plan in plans if plan.kind == kind]
-        weights, size = sum(p.weight_bytes for p in members), sum(p.plan_bytes for p in members)
-        seconds = float(np.median([p.seconds for p in members]))
-        rows.append({"kind": kind, "plans": len(members), "seconds": round(seconds, 2), "weight_bytes": weights})
-        rows[-1] |= {"plan_bytes": size, "ratio": round(size / weights, 4)}
-    return rows
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build, print a table and one JSON line; return 0, or an error's exit code after one line on stderr."""
+    """Build and print one JSON line; return 0, or an error's exit code after one line on stderr."""
     parser = argparse.ArgumentParser(prog="python -m tests.scripts.tensorrt_engines", description=__doc__)
     parser.add_argument("--synthetic", default="qwen3.6-27b", choices=pair_names())
     parser.add_argument("--arch", default="sm121", help="sm120 or sm121")
@@ -153,27 +124,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe = Recipe("plans", target=default.target, drafter=default.drafter, activations=chosen.activations)
     began, cpu = time.perf_counter(), time.process_time()
     try:
-        pair = synthetic_pair(chosen.synthetic)
-        plans = build_all(pair, recipe, chosen.arch, chosen.workers, chosen.prefill_chunk)
+        plans = build_all(synthetic_pair(chosen.synthetic), recipe, chosen.arch, chosen.workers, chosen.prefill_chunk)
     except EdgeDflashError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    rows = summary(plans)
-    print(f"{'plans':>5} {'s each':>7} {'weights MB':>11} {'plans MB':>9} {'ratio':>7}  kind")
-    for row in rows:
-        sizes = f"{row['weight_bytes'] / 1e6:11,.1f} {row['plan_bytes'] / 1e6:9,.1f} {row['ratio']:7.4f}"
-        print(f"{row['plans']:5} {row['seconds']:7.2f} {sizes}  {row['kind']}")
-    weights, size = sum(p.weight_bytes for p in plans), sum(p.plan_bytes for p in plans)
-    total = {"pair": chosen.synthetic, "arch": chosen.arch, "activations": chosen.activations, "plans": len(plans)}
-    total |= {"workers": chosen.workers, "seconds": round(seconds, 1), "weight_bytes": weights, "plan_bytes": size}
-    parts = {name: round(sum(getattr(p, name) for p in plans), 1) for name in ("weight_seconds", "hash_seconds")}
-    total |= {"cpu_seconds": round(cpu, 1), **parts}
-    total |= {"tensorrt": version(load(flavour_of(chosen.arch))), "cores": os.cpu_count()}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    total |= {"ratio": round(size / weights, 4), "largest_ratio": max(r["ratio"] for r in rows)}
-    total |= {"peak_rss_bytes": peak, "kinds": rows, "built": [asdict(plan) for plan in plans]}
-    print(json.dumps(total))
+    sums = {name: sum(plan[name] for plan in plans) for name in ("weight_bytes", "plan_bytes", "weight_seconds")}
+    took = {"seconds": round(time.perf_counter() - began, 1), "cpu_seconds": round(time.process_time() - cpu, 1)}
+    found = {**vars(chosen), "plans": len(plans), **took, **sums, "ratio": sums["plan_bytes"] / sums["weight_bytes"]}
+    found |= {"tensorrt": version(load(flavour_of(chosen.arch))), "cores": os.cpu_count()}
+    found |= {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "built": plans}
+    print(json.dumps(found))
     return 0
 
 

@@ -12,7 +12,7 @@ from edge_dflash.model import pair_programs
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
 from edge_dflash.weights.recipe import Recipe, default_recipe
 from tests.scripts import tensorrt_engines
-from tests.scripts.tensorrt_engines import Built, PackedStore, kind_of, summary
+from tests.scripts.tensorrt_engines import PackedStore, kind_of
 
 PAIR = synthetic_pair("qwen3-8b")
 W4A4 = Recipe("plans", target=default_recipe().target, drafter=default_recipe().drafter, activations="nvfp4")
@@ -47,17 +47,6 @@ def test_equal_layers_are_of_one_kind():
     assert sum(kind.startswith("head") for kind in kinds) == 1
 
 
-def test_a_row_sums_up_its_kind():
-    built = [
-        Built("a", "x", 1.0, 9.0, 9.0, 100, 101),
-        Built("b", "x", 3.0, 0, 0, 100, 103),
-        Built("c", "y", 2.0, 0, 0, 10, 20),
-    ]
-    x, y = summary(built)
-    assert (x["plans"], x["seconds"], x["weight_bytes"], x["plan_bytes"], x["ratio"]) == (2, 2.0, 200, 204, 1.02)
-    assert y["ratio"] == 2
-
-
 class Compiler(FakeCompiler):
     def lower(self, unit, store):
         made = super().lower(unit, type("None", (), {"get": lambda self, name: np.zeros(4, np.uint8)})())
@@ -78,7 +67,7 @@ def test_every_plan_is_built_once_and_the_last_line_is_json(monkeypatch, capsys,
     wanted = engine_units(bundle_units(synthetic_pair(pair), {}, 512).units)
     assert sorted(FakeCompiler.made) == sorted(unit.key for unit in wanted.values())
     assert (found["plans"], found["weight_bytes"], found["tensorrt"]) == (len(wanted), 1000 * len(wanted), VERSION)
-    assert sum(row["plans"] for row in found["kinds"]) == len(found["built"]) == len(wanted)
+    assert len(found["built"]) == len(wanted)
 
 
 def test_a_plan_that_is_refused_is_one_line(monkeypatch, capsys):
