@@ -12,7 +12,7 @@ choices of E read E (1 - (1 - k/E)^T) on average. Rows of one text choose more a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any
 
@@ -388,18 +388,15 @@ PICTURE = (600, 800)  # pixels, height by width
 
 @dataclass(frozen=True)
 class TowerCosts:
-    """A tower, and a picture of PICTURE pixels."""
+    """A tower, and a picture."""
 
+    picture: tuple[int, int]  # pixels, height by width
     parameters: int
     bytes: int  # of its weights
     patches: int  # of the picture
     tokens: int  # rows of the language model
     operations: int  # multiplications and additions of the linears and of attention
     milliseconds: float | None  # at the rate of the tower; None where that is not known
-
-    def to_json(self) -> dict[str, Any]:
-        """One object with stable keys."""
-        return {"picture": list(PICTURE), **asdict(self)}
 
 
 def tower_costs(
@@ -411,6 +408,7 @@ def tower_costs(
     patches = picture_patches(spec)
     count = tower_operations(program, patches)
     return TowerCosts(
+        picture=PICTURE,
         parameters=sum(prod(weight.shape) for weight in program.weights.values()),
         bytes=sum(stored[name] for name in program.weights),
         patches=patches,

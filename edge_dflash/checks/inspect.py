@@ -90,6 +90,7 @@ class JointCycle:
     product_ms: float | None  # None: the board's rate is not known
     floor_ms: float  # the longer of the two
     tokens_per_second: float  # of all lanes, at the floor
+    tokens_per_second_each: float
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,6 @@ class LaneCosts:
     free_rows: int | None  # most of a verify whose products take no longer than its weights; None: no rate is known
     parts: tuple[LanePart, ...]
     cycles: tuple[JointCycle, ...] = field(repr=False)
-
-    def to_json(self) -> dict[str, Any]:
-        """Stable keys."""
-        each = [{**asdict(one), "tokens_per_second_each": one.tokens_per_second / one.lanes} for one in self.cycles]
-        return {**asdict(self), "cycles": each}
 
 
 @dataclass(frozen=True)
@@ -191,8 +187,8 @@ class Inspection:
     def to_json(self) -> dict[str, Any]:
         """One flat object with stable keys; ``cycle``, ``memory``, ``weights`` and ``board`` are the breakdowns."""
         found: dict[str, Any] = {name: getattr(self, name) for name in _DERIVED} | asdict(self)
-        del found["by_lanes"]
         return found | {
+            "lanes": found.pop("by_lanes"),
             "drafter_bytes": self.cycle.drafter_weights,
             "lm_head_bytes": self.cycle.drafter_lm_head,
             "cycle_weight_bytes": self.verify_bytes + self.draft_bytes,
@@ -200,8 +196,6 @@ class Inspection:
             "fits": self.free_bytes >= 0,
             "verify_floor_ms": self.board.milliseconds(self.verify_bytes),
             "draft_floor_ms": self.board.milliseconds(self.draft_bytes),
-            "lanes": self.by_lanes.to_json(),
-            "tower": None if self.tower is None else self.tower.to_json(),
             "rates": _rates(self.board),
             "board": {name: getattr(self.board, name) for name in _OF_BOARD},
         }
@@ -321,8 +315,9 @@ class _Costs:
         memory_ms = self.board.milliseconds(size)
         floor_ms = max(memory_ms, products_ms or 0.0)
         share = share_of(accept_length, self.spec.drafts) if self.spec.drafts else 0.0
-        rate = 1e3 * lanes * sum(share**draft for draft in range(drafts + 1)) / floor_ms
-        return JointCycle(lanes, drafts, rows, self.experts(rows), size, memory_ms, products_ms, floor_ms, rate)
+        each = 1e3 * sum(share**draft for draft in range(drafts + 1)) / floor_ms
+        times = memory_ms, products_ms, floor_ms
+        return JointCycle(lanes, drafts, rows, self.experts(rows), size, *times, lanes * each, each)
 
     def free_rows(self) -> int | None:
         """Most rows of a verify up to which products take no longer than reading the weights."""

@@ -19,7 +19,7 @@ from edge_dflash.board.profiles import SYSTEM_BYTES, BoardProfile, largest_board
 from edge_dflash.builder.finish import finish_command
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.bundle.reader import read_manifest
-from edge_dflash.checks.footprint import PICTURE, TowerCosts, labelled
+from edge_dflash.checks.footprint import TowerCosts, labelled
 from edge_dflash.checks.inspect import Inspection, LanePart, inspect_manifest, inspect_recipe
 from edge_dflash.cli.build import find_recipe, given_drafter
 from edge_dflash.cli.output import Columns, Json, emit_json, named_table, show, size, tabled
@@ -206,7 +206,7 @@ def _joint(inspection: Inspection) -> Table:
         "products ms": ("product_ms", ".2f"),
         "floor ms": ("floor_ms", ".2f"),
         "tokens/s": ("tokens_per_second", ".1f"),
-        "of each": (lambda each: each.tokens_per_second / each.lanes, ".1f"),
+        "of each": ("tokens_per_second_each", ".1f"),
     }
     begun = [at for at, each in enumerate(cycles) if at and each.lanes != cycles[at - 1].lanes]
     title = f"Joint cycles at {inspection.context:,} tokens a lane, by arithmetic"
@@ -326,7 +326,7 @@ def _read(board: BoardProfile) -> str:
 
 def _tower(tower: TowerCosts, sm: int) -> str:
     """A tower and a picture in one line."""
-    height, width = PICTURE
+    height, width = tower.picture
     took = "" if tower.milliseconds is None else f", about {tower.milliseconds:.3g} ms on SM {sm}"
     return (
         f"vision tower: {tower.parameters:,} parameters, {tower.bytes:,} B; a picture of {width} x {height} is "
