@@ -123,29 +123,27 @@ class _Outcome:
         return faults
 
     @property
-    def lossless(self) -> bool | None:
-        """Whether nothing differs; None: requests were to share passes, and none did."""
-        if self.result.differences or (self.mixes is not None and self.mixes.differences):
-            return False
-        return True if self.mixes is None or self.mixes.joint_cycles else None
+    def verdict(self) -> tuple[bool | None, str]:
+        """Whether nothing differs (None: no requests shared passes as they were to), and the outcome in words."""
+        result, mixes = self.result, self.mixes
+        if result.differences:
+            return False, f"no, speculative output differs from plain output in {len(result.differences)} places"
+        if mixes is not None and mixes.differences:
+            return False, f"no, requests together differ from requests alone in {len(mixes.differences)} places"
+        if mixes is not None and not mixes.joint_cycles:
+            return None, "not known, no two requests shared a pass; give more --prompts"
+        return True, f"yes, but {'; '.join(self.faults)}" if self.faults else "yes"
 
     @property
     def summary(self) -> str:
-        """The outcome in one sentence."""
-        result, mixes = self.result, self.mixes
-        if not result.ok:
-            return f"lossless: no, speculative output differs from plain output in {len(result.differences)} places"
-        if mixes is not None and not mixes.joint_cycles:
-            return "lossless: not known, no two requests shared a pass; give more --prompts"
-        if mixes is not None and mixes.differences:
-            return f"lossless: no, requests together differ from requests alone in {len(mixes.differences)} places"
-        return f"lossless: yes, but {'; '.join(self.faults)}" if self.faults else "lossless: yes"
+        """The last line."""
+        return f"lossless: {self.verdict[1]}"
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of a bundle."""
         parts = (self.result, self.self_test, self.drafting, self.mixes)
         return {
-            "lossless": self.lossless,
+            "lossless": self.verdict[0],
             "summary": self.summary,
             **self.result.to_json(),
             "ok": all(part is None or part.ok for part in parts),
