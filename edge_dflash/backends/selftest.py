@@ -170,7 +170,8 @@ class SelfTestResult:
         """What is wrong and what usually causes it; empty when the pair passes."""
         if not self.tower_ok and self.tower is not None:
             return (
-                f"{self.tower.fault}; usual causes: damaged weights, wrong positions or rotary angles, a faulty kernel"
+                f"the vision tower is not the one that was built: {self.tower.summary}; usual causes: damaged weights, "
+                "wrong positions or rotary angles, a faulty kernel"
             )
         if not self.target_ok:
             return f"{self._target_fault}; usual causes: damaged weights, wrong KV scales or RoPE, a faulty kernel"

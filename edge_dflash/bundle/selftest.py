@@ -130,11 +130,6 @@ class TowerResult:
         """The number in a few words."""
         return f"the tower's rows moved by {self.moved:.2%} of their spread (at most {self.bound:.2%})"
 
-    @property
-    def fault(self) -> str:
-        """What is wrong."""
-        return f"the vision tower is not the one that was built: {self.summary}"
-
     def to_json(self) -> dict[str, Any]:
         """One object with stable keys."""
         return {"ok": self.ok, "moved": self.moved if math.isfinite(self.moved) else None, "bound": self.bound}

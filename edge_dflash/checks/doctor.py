@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -40,28 +40,19 @@ Status = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a check found. ``remedy`` is empty only where there is nothing to do."""
+class Check:
+    """What a check found. The fields are its JSON form; ``remedy`` is empty only where there is nothing to do."""
 
     status: Status
     found: str
     remedy: str = ""
+    code: str = ""
+    name: str = ""  # what the code is about
 
 
-@dataclass(frozen=True)
-class Check:
-    """A finding under its code. The fields are its JSON form."""
-
-    code: str
-    status: Status
-    found: str
-    remedy: str
-    name: str  # what the code is about
-
-
-ok = partial(Finding, "ok")  # nothing to do
-warn = partial(Finding, "warn")  # it works, or may; worse than it could
-fail = partial(Finding, "fail")  # the bundle cannot be served, or the service does not run as it should
+ok = partial(Check, "ok")  # nothing to do
+warn = partial(Check, "warn")  # it works, or may; worse than it could
+fail = partial(Check, "fail")  # the bundle cannot be served, or the service does not run as it should
 
 
 @dataclass(frozen=True)
@@ -204,7 +195,7 @@ SWAPPED = 256 << 20  # bytes in swap from which on it is worth a word
 LEAST_DISK = 1 << 30  # bytes
 
 
-_Judge = Callable[[Facts], Finding | None]
+_Judge = Callable[[Facts], Check | None]
 _CHECKS: dict[str, _Judge] = {}
 CODES: dict[str, str] = {}  # what each is about
 
@@ -220,7 +211,7 @@ def _check(code: str, name: str) -> Callable[[_Judge], _Judge]:
 
 
 @_check("D001", "board")
-def board(facts: Facts) -> Finding:
+def board(facts: Facts) -> Check:
     """Whether there is a profile of this board."""
     model, profile = facts.board.model, facts.profile
     if profile is not None:
@@ -231,7 +222,7 @@ def board(facts: Facts) -> Finding:
 
 
 @_check("D002", "Jetson Linux")
-def jetson_linux(facts: Facts) -> Finding:
+def jetson_linux(facts: Facts) -> Check:
     """Whether the board's profile lists the release."""
     release, known = facts.board.release, facts.profile.jetpacks if facts.profile else ()
     if release is None and not known:
@@ -245,7 +236,7 @@ def jetson_linux(facts: Facts) -> Finding:
 
 
 @_check("D003", "CUDA driver")
-def driver(facts: Facts) -> Finding:
+def driver(facts: Facts) -> Check:
     """Whether CUDA's driver answers and is new enough."""
     judge = fail if facts.manifest and facts.manifest.backend in ("native", "tensorrt") else warn
     if facts.device is None:
@@ -258,7 +249,7 @@ def driver(facts: Facts) -> Finding:
 
 
 @_check("D004", "GPU")
-def gpu(facts: Facts) -> Finding:
+def gpu(facts: Facts) -> Check:
     """Whether there are kernels for the GPU."""
     if (device := facts.device) is None:
         return warn("no GPU", "see D003; a bundle of the reference backend needs none")
@@ -272,7 +263,7 @@ def gpu(facts: Facts) -> Finding:
 
 
 @_check("D005", "TensorRT")
-def tensorrt(facts: Facts) -> Finding:
+def tensorrt(facts: Facts) -> Check:
     """Whether TensorRT is there where it is needed, and is the one of the JetPack."""
     manifest, jetpack = facts.manifest, facts.jetpack
     module = manifest.plans.flavour if manifest and manifest.plans else TENSORRT.module
@@ -290,7 +281,7 @@ def tensorrt(facts: Facts) -> Finding:
 
 
 @_check("D006", "power mode")
-def power_mode(facts: Facts) -> Finding:
+def power_mode(facts: Facts) -> Check:
     """Whether the board is in its fastest mode. It is reported, never set."""
     mode, modes = facts.board.power_mode, facts.profile.power_modes if facts.profile else ()
     if mode is None and not modes:
@@ -306,7 +297,7 @@ def power_mode(facts: Facts) -> Finding:
 
 
 @_check("D007", "clocks")
-def clocks(facts: Facts) -> Finding:
+def clocks(facts: Facts) -> Check:
     """Whether the clocks of GPU and memory may go as high as the hardware can."""
     seen = [clock for clock in (facts.board.clock("gpu"), facts.board.clock("memory")) if clock is not None]
     if not seen:
@@ -324,7 +315,7 @@ def clocks(facts: Facts) -> Finding:
 
 
 @_check("D008", "heat and power")
-def heat(facts: Facts) -> Finding:
+def heat(facts: Facts) -> Check:
     """Whether something is slowed down for its heat or was for its current."""
     state = facts.board
     hot = "" if state.hottest is None else f"{state.hottest:.0f} degrees"
@@ -340,7 +331,7 @@ def heat(facts: Facts) -> Finding:
 
 
 @_check("D009", "memory")
-def memory(facts: Facts) -> Finding:
+def memory(facts: Facts) -> Check:
     """Whether what the bundle needs is to be had: MemAvailable against its budget."""
     state, bundle = facts.board.memory, facts.bundle
     if state is None:
@@ -362,7 +353,7 @@ def memory(facts: Facts) -> Finding:
 
 
 @_check("D010", "swap")
-def swap(facts: Facts) -> Finding:
+def swap(facts: Facts) -> Check:
     """Whether memory ran short before."""
     state = facts.board.memory
     if state is None or not state.swap_total:
@@ -374,7 +365,7 @@ def swap(facts: Facts) -> Finding:
 
 
 @_check("D011", "disk")
-def disk(facts: Facts) -> Finding:
+def disk(facts: Facts) -> Check:
     """Whether an upgrade and saved sessions have room."""
     if facts.disk_free is None:
         return ok("no place to look at")
@@ -389,7 +380,7 @@ def disk(facts: Facts) -> Finding:
 
 
 @_check("D012", "service")
-def service(facts: Facts) -> Finding:
+def service(facts: Facts) -> Check:
     """What systemd says of the unit."""
     if facts.service is None:
         return warn("systemd does not answer", "start the service yourself: edge-dflash serve --config FILE")
@@ -411,7 +402,7 @@ def service(facts: Facts) -> Finding:
 
 
 @_check("D013", "device nodes")
-def nodes(facts: Facts) -> Finding:
+def nodes(facts: Facts) -> Check:
     """Whether this user may open the GPU."""
     if not facts.nodes:
         if facts.profile is None:
@@ -425,7 +416,7 @@ def nodes(facts: Facts) -> Finding:
 
 
 @_check("D014", "bundle files")
-def files(facts: Facts) -> Finding | None:
+def files(facts: Facts) -> Check | None:
     """Whether the bundle can be read and its files are those of the manifest."""
     if (bundle := facts.bundle) is None:
         return None
@@ -436,7 +427,7 @@ def files(facts: Facts) -> Finding | None:
 
 
 @_check("D015", "bundle architecture")
-def architecture(facts: Facts) -> Finding | None:
+def architecture(facts: Facts) -> Check | None:
     """Whether what was built runs on this device."""
     if (manifest := facts.manifest) is None:
         return None
@@ -454,7 +445,7 @@ def architecture(facts: Facts) -> Finding | None:
 
 
 @_check("D016", "bundle kernels")
-def kernels(facts: Facts) -> Finding | None:
+def kernels(facts: Facts) -> Check | None:
     """Whether the compiled kernels are those that this version launches."""
     if (manifest := facts.manifest) is None:
         return None
@@ -466,7 +457,7 @@ def kernels(facts: Facts) -> Finding | None:
 
 
 @_check("D017", "bundle TensorRT")
-def engines(facts: Facts) -> Finding | None:
+def engines(facts: Facts) -> Check | None:
     """Whether the engines are there, and were built by the very TensorRT that is here; which backend runs, and why."""
     if facts.bundle is None or (manifest := facts.manifest) is None:
         return None
@@ -494,4 +485,4 @@ def engines(facts: Facts) -> Finding | None:
 def examine(facts: Facts) -> tuple[Check, ...]:
     """One check for each code; those of a bundle only for one that can be read."""
     found = ((code, judge(facts)) for code, judge in _CHECKS.items())
-    return tuple(Check(code, one.status, one.found, one.remedy, CODES[code]) for code, one in found if one is not None)
+    return tuple(replace(one, code=code, name=CODES[code]) for code, one in found if one is not None)
