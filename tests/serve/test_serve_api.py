@@ -137,17 +137,15 @@ def test_extensions_reach_the_planner(client):
     assert set(reply["edge_dflash"]["accept_lengths"]) <= {1}
 
 
-def test_thinking_is_apart_from_the_answer(tmp_path):
-    service = thinking_service(tmp_path, "hm, the mug</think>Done.")
+def test_thinking_is_apart_from_the_answer(start):
+    _, client = start("hm, the mug</think>Done.", kind=thinking_service)
     body = {"messages": TOOL_TASK, "edge_dflash": {"thinking": True}}
-    with client_of(service) as client:
-        message = client.post(CHAT, json=body).json()["choices"][0]["message"]
-        assert (message["reasoning_content"], message["content"]) == ("hm, the mug", "Done.")
-        with client.stream("POST", CHAT, json={**body, "stream": True}) as response:
-            deltas = [chunk["choices"][0].get("delta", {}) for chunk in events(response)[:-1]]
-        for key in ("reasoning_content", "content"):
-            assert "".join(delta.get(key, "") for delta in deltas) == message[key]
-    service.close()
+    message = client.post(CHAT, json=body).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm, the mug", "Done.")
+    with client.stream("POST", CHAT, json={**body, "stream": True}) as response:
+        deltas = [chunk["choices"][0].get("delta", {}) for chunk in events(response)[:-1]]
+    for key in ("reasoning_content", "content"):
+        assert "".join(delta.get(key, "") for delta in deltas) == message[key]
 
 
 def test_a_model_without_tokenizer_takes_token_ids(start):

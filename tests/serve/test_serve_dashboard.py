@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fakes import FakeBackend
 from planner_support import Slow
-from service_support import TEXT_SHAPE, client_of, fake_service
+from service_support import TEXT_SHAPE
 
 from edge_dflash.board.linux import MemoryState
 from edge_dflash.board.state import BoardState, Rail
@@ -75,15 +75,13 @@ def test_the_board_is_asked_at_each_scrape():
     assert "edge_dflash_board_power_watts{" not in Metrics(BoardState).text().decode()
 
 
-def test_joules_of_a_plan_are_told_and_counted_where_the_board_says_its_power(tmp_path):
-    service = fake_service(tmp_path, Slow(FakeBackend(TEXT_SHAPE), 0.03))
+def test_joules_of_a_plan_are_told_and_counted_where_the_board_says_its_power(start):
+    service, client = start(Slow(FakeBackend(TEXT_SHAPE), 0.03))
     body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 12}
-    with client_of(service) as client:
-        assert "board" not in client.post("/v1/chat/completions", json=body).json()["edge_dflash"]
-        assert "edge_dflash_plan_joules_count" not in client.get("/metrics").text  # not 0: unknown
-        service.power._read = lambda: Rail("VIN", "ina238", 40.0, None, None, None)
-        found = client.post("/v1/chat/completions", json=body).json()["edge_dflash"]
-        seconds = found["timings"]["total_seconds"] - found["timings"]["queue_seconds"]
-        assert found["board"]["joules"] == pytest.approx(40.0 * seconds, rel=0.05)
-        assert 'edge_dflash_plan_joules_count{rail="VIN"} 1.0' in client.get("/metrics").text
-    service.close()
+    assert "board" not in client.post("/v1/chat/completions", json=body).json()["edge_dflash"]
+    assert "edge_dflash_plan_joules_count" not in client.get("/metrics").text  # not 0: unknown
+    service.power._read = lambda: Rail("VIN", "ina238", 40.0, None, None, None)
+    found = client.post("/v1/chat/completions", json=body).json()["edge_dflash"]
+    seconds = found["timings"]["total_seconds"] - found["timings"]["queue_seconds"]
+    assert found["board"]["joules"] == pytest.approx(40.0 * seconds, rel=0.05)
+    assert 'edge_dflash_plan_joules_count{rail="VIN"} 1.0' in client.get("/metrics").text

@@ -12,7 +12,6 @@ import threading
 import time
 
 import httpx2
-from service_support import client_of, fake_service
 
 from edge_dflash.serve import service as service_module
 from tests.runner.test_engine import Failing
@@ -23,39 +22,37 @@ TOKENS = {"prompt": [5] * 7, "max_tokens": 2}
 OTHER = {"messages": HELLO, "max_tokens": 2}
 
 
-def test_requests_are_answered_and_the_watchdog_goes_hungry(tmp_path, monkeypatch):
+def test_requests_are_answered_and_the_watchdog_goes_hungry(start, monkeypatch):
     monkeypatch.setattr(service_module, "TICK", 0.02)
     backend = Failing(MemoryError("no memory"))
-    service = fake_service(tmp_path, backend)
+    service, client = start(backend)
     service.notifier = notifier = Recorder()
     replies, asking = [], []
-    with client_of(service) as client:
-        for path, body, reached in (
-            ("/v1/completions", TOKENS, backend.inside.is_set),
-            (CHAT, OTHER, lambda: service.planner.waiting),
-        ):
-            ask = threading.Thread(target=lambda path=path, body=body: replies.append(client.post(path, json=body)))
-            asking.append(ask)
-            ask.start()
-            until = time.monotonic() + SECONDS
-            while not reached() and time.monotonic() < until:
-                time.sleep(0.005)
-        backend.go.set()
-        for thread in asking:
-            thread.join(SECONDS)
-        assert len(replies) == 2
-        for reply in (*replies, client.post(CHAT, json=OTHER)):
-            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_failed")
-            assert "MemoryError: no memory" in reply.json()["error"]["message"]
-        failure = asyncio.run(asyncio.wait_for(service.watch(), SECONDS))
-        assert isinstance(failure, MemoryError)
-        assert "WATCHDOG" not in notifier.said
-        assert notifier.said[-1] == "failed: MemoryError: no memory"
-        assert client.get("/ready").status_code == 503
-        assert client.get("/health").json()["status"] == "failed"
-        late = client.post(CHAT, json=OTHER)
-        assert (late.status_code, late.json()["error"]["code"]) == (503, "failed")
-    service.close()
+    for path, body, reached in (
+        ("/v1/completions", TOKENS, backend.inside.is_set),
+        (CHAT, OTHER, lambda: service.planner.waiting),
+    ):
+        ask = threading.Thread(target=lambda path=path, body=body: replies.append(client.post(path, json=body)))
+        asking.append(ask)
+        ask.start()
+        until = time.monotonic() + SECONDS
+        while not reached() and time.monotonic() < until:
+            time.sleep(0.005)
+    backend.go.set()
+    for thread in asking:
+        thread.join(SECONDS)
+    assert len(replies) == 2
+    for reply in (*replies, client.post(CHAT, json=OTHER)):
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_failed")
+        assert "MemoryError: no memory" in reply.json()["error"]["message"]
+    failure = asyncio.run(asyncio.wait_for(service.watch(), SECONDS))
+    assert isinstance(failure, MemoryError)
+    assert "WATCHDOG" not in notifier.said
+    assert notifier.said[-1] == "failed: MemoryError: no memory"
+    assert client.get("/ready").status_code == 503
+    assert client.get("/health").json()["status"] == "failed"
+    late = client.post(CHAT, json=OTHER)
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "failed")
 
 
 PROGRAM = """

@@ -112,9 +112,9 @@ async def watched(service, seconds, meanwhile=None):
 
 
 @pytest.mark.usefixtures("fast_ticks")
-def test_the_watchdog_goes_hungry_with_a_hung_engine_only(tmp_path):
+def test_the_watchdog_goes_hungry_with_a_hung_engine_only(start):
     backend = Gate(FakeBackend(TEXT_SHAPE))
-    service = fake_service(tmp_path, backend, timeouts={"stall": 0.1})
+    service, client = start(backend, timeouts={"stall": 0.1})
     notifier = service.notifier = Recorder()
     asyncio.run(watched(service, 0.2))
     assert notifier.fed() >= 3  # idle
@@ -124,16 +124,14 @@ def test_the_watchdog_goes_hungry_with_a_hung_engine_only(tmp_path):
     fed = notifier.fed()
     asyncio.run(watched(service, 0.2))
     assert notifier.fed() == fed  # hung
-    with client_of(service) as client:
-        reply = client.get("/health")
-        assert reply.status_code == 503
-        assert reply.json()["status"] == "hung"
-        backend.open.set()
-        assert stream.plan.finish_reason == "length"
-        assert client.get("/health").status_code == 200
+    reply = client.get("/health")
+    assert reply.status_code == 503
+    assert reply.json()["status"] == "hung"
+    backend.open.set()
+    assert stream.plan.finish_reason == "length"
+    assert client.get("/health").status_code == 200
     asyncio.run(watched(service, 0.1))
     assert notifier.fed() > fed
-    service.close()
 
 
 @pytest.mark.usefixtures("fast_ticks")
@@ -186,30 +184,28 @@ def test_a_stop_cuts_what_takes_too_long_and_saves_its_session(tmp_path):
     assert [path.name for path in (tmp_path / "state" / "sessions").iterdir()] == ["hall.session"]
 
 
-def test_a_reload_saves_sessions_also_the_one_whose_turn_runs(tmp_path):
+def test_a_reload_saves_sessions_also_the_one_whose_turn_runs(tmp_path, start):
     slow = Slow(FakeBackend(TEXT_SHAPE, right=lambda position: 0), 0.03)
-    service = fake_service(tmp_path, slow)
+    service, client = start(slow)
     notifier = service.notifier = Recorder()
     replies = []
-    with client_of(service) as client:
-        ask(client, replies, max_tokens=2, edge_dflash={"session": "hall"})
-        options = {"max_tokens": 20, "edge_dflash": {"session": "kitchen"}}
-        thread = threading.Thread(target=ask, args=(client, replies), kwargs=options)
-        thread.start()
-        while service.observer.jobs == 0:
-            time.sleep(0.005)
-        client.portal.call(service.reload)
-        thread.join()
-        until = time.monotonic() + 60
-        while len(list((tmp_path / "state" / "sessions").iterdir())) < 2 and time.monotonic() < until:
-            time.sleep(0.01)
+    ask(client, replies, max_tokens=2, edge_dflash={"session": "hall"})
+    options = {"max_tokens": 20, "edge_dflash": {"session": "kitchen"}}
+    thread = threading.Thread(target=ask, args=(client, replies), kwargs=options)
+    thread.start()
+    while service.observer.jobs == 0:
+        time.sleep(0.005)
+    client.portal.call(service.reload)
+    thread.join()
+    until = time.monotonic() + 60
+    while len(list((tmp_path / "state" / "sessions").iterdir())) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
     assert [reply.status_code for reply in replies] == [200, 200]
     assert sorted(path.name for path in (tmp_path / "state" / "sessions").iterdir()) == [
         "hall.session",
         "kitchen.session",
     ]
     assert [said for said in notifier.said if said.isupper()] == ["RELOADING", "READY"]
-    service.close()
 
 
 def test_a_reload_writes_nothing_where_nothing_may_be(tmp_path, start):
