@@ -44,6 +44,7 @@ _STACK_BYTES = 16 << 20  # of the thread that compiles: the library follows rule
 _OOM_SCORE = 1000  # when memory runs out, a fork goes before anything else
 _PR_SET_PDEATHSIG = 1
 _M_ARENA_MAX = -8
+_PIDFD_OPEN = 434  # the system call, on every machine; os.pidfd_open is missing from portable builds of Python
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,9 @@ class _Forks:
             return
         try:
             if pid := os.fork():
-                ended = os.pidfd_open(pid)
+                ended = self._libc.syscall(_PIDFD_OPEN, pid, 0)
+                if ended < 0:
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         except OSError as error:
             if pid:
                 os.kill(pid, signal.SIGKILL)
