@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from functools import cache
+from inspect import GEN_CLOSED, getgeneratorstate
 
 import pytest
 from golden_pairs import ENGINE, backend, golden, same_bits
@@ -25,7 +26,7 @@ class Counting(Delegate):
 
     def __init__(self, lanes=1, chunk=8):
         super().__init__(backend(NAME, ENGINE, prefill_chunk=chunk, lanes=lanes))
-        self.rows, self.copies, self.parked, self.states = 0, 0, 0, {}
+        self.rows, self.copies, self.parked, self.passes = 0, 0, 0, []
         self.began, self.go, self.broken = threading.Event(), threading.Event(), lambda kind, ids: False
         self.go.set()
 
@@ -35,11 +36,13 @@ class Counting(Delegate):
         if self.broken("prefill", ids):
             raise BackendError("the pass failed")
         self.rows += len(ids)
+        self.passes.append(len(ids))
         return self._backend.prefill(ids, lane, sight)
 
     def cycle(self, asked):
         if self.broken("cycle", [asked.sampling.seed]):
             raise RequestError("the cycle failed")
+        self.passes.append("cycle")
         return self._backend.cycle(asked)
 
     def commit(self, rows, lane=0, path=None):
@@ -84,6 +87,8 @@ def test_each_candidate_is_the_answer_to_a_request_alone_with_its_seed(n, lanes,
         assert each(planner, n, prompt, **DRAWN) == [alone(index, prompt) for index in range(n)]
         assert counting.rows == length + n - 1
         assert counting.copies == (min(n, lanes) - 1 if length > 1 else 0)
+    if length > 1:  # those that have lanes compute the last token in one turn, before anybody's cycle
+        assert counting.passes[: counting.passes.index("cycle")][-min(n, lanes) :] == [1] * min(n, lanes)
 
 
 def test_state_bytes_are_those_of_a_request_alone():
@@ -228,12 +233,14 @@ def test_when_all_are_cancelled_nothing_of_them_runs():
         queued = planner.streams(PROMPT, 2, **DRAWN)
         for stream in (*queued, *running):
             stream.close()
+        fill = running[0]._job.steps
         assert planner.waiting == 0
         dropped = planner.streams(PROMPT, 2, **DRAWN)
         del dropped
         counting.go.set()
         assert planner.plan(PROMPT[:3], max_new_tokens=2).finish_reason == "length"
         assert counting.rows == 8 + 3
+        assert getgeneratorstate(fill) == GEN_CLOSED  # and its lane is nobody's, though the streams are still there
 
 
 def test_a_deadline_ends_all_of_them():
@@ -340,6 +347,32 @@ def test_asyncio_has_the_same():
         assert plan.tokens == planner.plan(PROMPT, n=3, **DRAWN).tokens
     assert (first.tokens, third) == (alone(0)[0], alone(2)[0])
     assert second.tokens == alone(1)[0][: len(second.tokens)]
+
+
+def test_an_async_stream_that_is_cancelled_while_it_is_prepared_never_runs(monkeypatch):
+    counting, reached, go = Counting(1), threading.Event(), threading.Event()
+    counting.go.clear()
+
+    async def ask(planner):
+        stream = planner.astream(PROMPT, **DRAWN)
+        waiting = asyncio.ensure_future(stream.result())
+        await asyncio.to_thread(reached.wait, 60)
+        stream.cancel()
+        go.set()
+        return await asyncio.wait_for(waiting, 60)
+
+    with Planner(counting, None, fallback=False) as planner:
+        first, prepare = planner.stream(PROMPT[:3], max_new_tokens=2), planner._preparer.prepare
+        assert counting.began.wait(60)
+        monkeypatch.setattr(
+            planner._preparer, "prepare", lambda *given: (reached.set(), go.wait(60), prepare(*given))[2]
+        )
+        try:
+            assert asyncio.run(ask(planner)).finish_reason == "cancelled"  # while the first one has the only lane
+        finally:
+            counting.go.set()
+        assert first.plan.finish_reason == "length"
+    assert counting.rows == 3
 
 
 def test_an_error_at_the_call_comes_to_every_stream():

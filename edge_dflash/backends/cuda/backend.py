@@ -301,7 +301,6 @@ class NativeBackend:
     def _become(self, words: SlotWords, delta: int = 0) -> None:
         """What the host has of a lane, whose state was replaced."""
         self._lanes[words.lane] = Lane(words, delta=delta)
-        self.slots.drop(words.lane)
         self._eyes.shift(words.lane, words.length, delta)
 
     def _left(self, at: Lane, length: int) -> None:

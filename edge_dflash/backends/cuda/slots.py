@@ -54,7 +54,3 @@ class Slots:
         """Nothing is known of these slots, until it is known what a cycle has committed."""
         for slot in slots:
             self._known[slot] = None
-
-    def drop(self, lane: int) -> None:
-        """Nothing is known of the slots that work on a lane."""
-        self.forget([slot for slot, words in enumerate(self._known) if words and words.lane == lane])
