@@ -359,7 +359,7 @@ def test_an_async_stream_that_is_cancelled_while_it_is_prepared_never_runs(monke
         await asyncio.to_thread(reached.wait, 60)
         stream.cancel()
         go.set()
-        return await asyncio.wait_for(waiting, 60)
+        return await asyncio.wait_for(waiting, 20)
 
     with Planner(counting, None, fallback=False) as planner:
         first, prepare = planner.stream(PROMPT[:3], max_new_tokens=2), planner._preparer.prepare
