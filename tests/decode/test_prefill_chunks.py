@@ -105,14 +105,6 @@ def test_an_urgent_request_runs_between_two_chunks():
     assert b.restored == 1
 
 
-def test_a_request_of_the_same_priority_waits():
-    b = Chunked(0.005)
-    planner, other = Planner(b, None), []
-    b.between = lambda: len(b.ends) == 2 and other.append(planner.stream(SHORT, max_new_tokens=4))
-    assert planner.plan(LONG, max_new_tokens=6).timings.queue_seconds < other[0].plan.timings.queue_seconds
-    assert b.restored == 0
-
-
 @pytest.mark.parametrize("kind", ["deadline", "cancel"])
 def test_an_interrupted_request_need_not_wait_to_end(kind):
     b = Chunked()

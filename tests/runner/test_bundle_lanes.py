@@ -79,11 +79,3 @@ def test_requests_that_are_set_aside_are_told(bundle):
         assert len(urgent.plan.tokens) == 3
         slow.cancel()
         assert watching.set_aside == 1
-
-
-def test_an_observer_has_all_methods(bundle):
-    class Old:
-        started = step = ended = staticmethod(lambda *of: None)
-
-    with pytest.raises(RequestError, match="give an Observer, or None"):
-        Planner.open(bundle, observer=Old())

@@ -56,16 +56,6 @@ def test_what_was_committed_until_the_deadline_is_the_plan():
         assert plan.timings.total_seconds < share * whole.timings.total_seconds + CYCLE
 
 
-def test_no_cycle_starts_that_is_not_expected_to_end_in_time():
-    backend = FakeBackend()
-    planner = Planner(Slow(backend, 2.0), None)
-    planner.plan(PROMPT, max_new_tokens=5)  # its one cycle is measured
-    backend.passes.clear()
-    plan = planner.plan(PROMPT, deadline=1.0)  # the prompt has all of it, on a busy machine, too
-    assert (plan.finish_reason, len(plan.tokens)) == ("deadline", 1)
-    assert backend.passes == ["prefill"]
-
-
 def test_time_in_the_queue_counts():
     planner, gate, running = held()
     began = time.perf_counter()
@@ -172,26 +162,3 @@ def test_async_cancelling(how):
     assert plan.finish_reason == "cancelled"
     assert gate.backend.passes.count("verify") == 2
     assert sum(len(part.tokens) for part in parts) <= len(plan.tokens) == 1 + 2 * SHAPE.block_size
-
-
-# fallback ------------------------------------------------------------------------------------------------------------
-
-
-class Costly(Slow):
-    """Drafting takes time and is never right."""
-
-    def propose(self, anchor, lane=0):
-        time.sleep(self.seconds)
-        return super().propose(anchor, lane)
-
-
-@pytest.mark.parametrize("fallback", [True, False])
-def test_drafting_that_does_not_pay_rests_and_changes_nothing(fallback):
-    backend = FakeBackend(right=lambda position: 0)
-    planner = Planner(Costly(backend, CYCLE), None, fallback=fallback)
-    plans = [planner.plan(PROMPT, max_new_tokens=40) for _ in range(2)]
-    assert all(plan.tokens == wanted(max_new_tokens=40) for plan in plans)
-    assert all(plan.speculative for plan in plans)
-    drafted, verified = backend.passes.count("propose"), backend.passes.count("verify")
-    assert (drafted < verified // 3) == fallback
-    assert (drafted == verified) == (not fallback)

@@ -34,6 +34,7 @@ def written(source, variables=(), **given):
         ("{{ {'b': 1, 'a': 'ä'} | tojson(true, none, (',', ':'), true) }}", '{"a":"\\u00e4","b":1}'),
         ("{{ [1, 2] | tojson(separators=(',', ':')) }}", "[1,2]"),
         ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
+        ("  {% if true %}\na\n  {% endif %}\nb", "a\nb"),
         ("{{ tools is none }} {{ documents is none }} {{ add_generation_prompt }}", "True True True"),
         ("{{ enable_thinking is defined }} {{ tools is defined }}", "False True"),
     ],

@@ -44,18 +44,6 @@ def test_a_conversation_becomes_the_templates_text(tmp_path):
     assert ids == tokenizer.encode("<|start|>user\ngo<|end|><|start|>assistant\n")
 
 
-def test_a_template_file_wins_over_the_configuration(tmp_path):
-    write_tokenizer(tmp_path, template="from the configuration")
-    (tmp_path / "chat_template.jinja").write_text("from the file")
-    assert Tokenizer.open(tmp_path).template.render([]) == "from the file"
-
-
-def test_the_default_of_several_templates_is_taken(tmp_path):
-    templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
-    write_tokenizer(tmp_path, template=None, config={"chat_template": templates})
-    assert Tokenizer.open(tmp_path).template.render([]) == "yes"
-
-
 def test_without_a_template_messages_are_refused(tmp_path):
     tokenizer = Tokenizer.open(write_tokenizer(tmp_path, template=None))
     with pytest.raises(RequestError, match="no chat template; give plain text"):
@@ -107,19 +95,6 @@ def test_a_lone_surrogate_is_refused(tmp_path):
 
 
 # the template's environment ------------------------------------------------------------------------------------------
-
-
-def test_blocks_are_trimmed_as_published_templates_expect():
-    assert render("  {% if true %}\na\n  {% endif %}\nb") == "a\nb"
-
-
-def test_tojson_keeps_characters_and_key_order():
-    assert render("{{ x | tojson }}", x={"b": "<é>", "a": 1}) == '{"b": "<é>", "a": 1}'
-    assert render("{{ x | tojson(indent=2) }}", x=[1]) == "[\n  1\n]"
-
-
-def test_loop_controls_work():
-    assert render("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "1"
 
 
 def test_a_template_may_refuse():
