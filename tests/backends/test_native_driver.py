@@ -12,7 +12,8 @@ from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import driver
-from edge_dflash.backends.cuda.driver import as_argument, bf16_map
+from edge_dflash.backends.cuda.driver import as_argument
+from edge_dflash.backends.cuda.kernels.linear import bf16_map
 from edge_dflash.backends.cuda.memory import DevicePointer, Matrix
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
@@ -47,7 +48,7 @@ class Driver:
                 return (b"a GPU\0",)
             case "cuDeviceGetAttribute":
                 return (9,)
-            case "cuDeviceGetCount" | "cuDeviceGet" | "cuDevicePrimaryCtxRetain" | "cuStreamCreate":
+            case "cuDriverGetVersion" | "cuDeviceGet" | "cuDevicePrimaryCtxRetain" | "cuStreamCreate":
                 return (1,)
             case "cuGetErrorName" | "cuGetErrorString":
                 return (b"CUDA_ERROR_ILLEGAL_ADDRESS",)
@@ -91,7 +92,7 @@ def test_a_driver_that_refuses_does_not_keep_the_rest_from_being_freed(cu):
 def test_a_load_that_fails_on_the_device_says_so_and_closes(cu, monkeypatch):
     def broken(*arguments):
         cu.status = BROKEN
-        driver._check((BROKEN,), "loading a cubin")
+        driver.check((BROKEN,), "loading a cubin")
 
     monkeypatch.setattr(native_backend, "load", broken)
     weights = StoreWeights(random_store(formats_of()), formats_of())

@@ -26,7 +26,7 @@ class Occupied(Gpu):
     def most_clusters(self, kernel: Kernel, blocks: int, threads: int, shared_bytes: int) -> int:
         """See :class:`Gpu`."""
         asked = cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel.handle, threads, shared_bytes)
-        return clusters_held(self.layout, blocks, driver._check(asked, "asking for blocks of a multiprocessor"))
+        return clusters_held(self.layout, blocks, driver.check(asked, "asking for blocks of a multiprocessor"))
 
 
 class Sleepers:
@@ -58,7 +58,7 @@ class Sleepers:
         attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = size, 1, 1
         config.hStream, config.attrs, config.numAttrs = self._gpu.stream, [attribute], 1
         arguments = ((self._where.address,), (ctypes.c_void_p,))
-        driver._check(cu.cuLaunchKernelEx(config, self._place.handle, arguments, 0), "placing clusters")
+        driver.check(cu.cuLaunchKernelEx(config, self._place.handle, arguments, 0), "placing clusters")
         return self._gpu.read(self._where, (most, size), np.uint32).tolist()
 
     @contextmanager

@@ -1,9 +1,7 @@
 """The CUDA driver: device, memory, modules, launches, graphs, events.
 
 Everything goes through ``cuda.bindings`` (no torch, no run-time compiler). One :class:`Gpu` owns one stream; memory is
-allocated at load and freed together by :meth:`Gpu.close`. Every driver error becomes a BackendError. ``cuda-core``
-(1.2.2, 6 MB, aarch64 too) has launches, graphs and tensor maps, some 70 lines here, but no copies between arrays and
-device memory, no 2-D copies, and other errors: more to adapt than it would save.
+allocated at load and freed together by :meth:`Gpu.close`. Every driver error becomes a BackendError.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.cuda.memory import Argument, DevicePointer, Matrix
+from edge_dflash.backends.cuda.memory import Argument, DevicePointer
 from edge_dflash.board.archs import supports
 from edge_dflash.board.linux import read_memory
 from edge_dflash.errors import BackendError, DeviceLostError
@@ -28,6 +26,8 @@ except ModuleNotFoundError as missing:  # pragma: no cover - depends on the inst
     raise BackendError(
         f"the native backend needs {missing.name}; install it with: pip install 'edge-dflash[cuda]'"
     ) from None
+
+__all__ = ["Gpu", "Graph", "Kernel", "Module", "as_argument", "check", "cu", "describe", "open_device"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Graph:
 
     def launch(self) -> None:
         """Enqueue the whole sequence."""
-        _check(cu.cuGraphLaunch(self._handle, self._stream), "launching a graph")
+        check(cu.cuGraphLaunch(self._handle, self._stream), "launching a graph")
 
 
 class Gpu:
@@ -54,24 +54,24 @@ class Gpu:
 
     def __init__(self) -> None:
         self._device = open_device()
-        self._context = _check(cu.cuDevicePrimaryCtxRetain(self._device), "creating a context")
-        _check(cu.cuCtxSetCurrent(self._context), "entering the context")
+        self._context = check(cu.cuDevicePrimaryCtxRetain(self._device), "creating a context")
+        check(cu.cuCtxSetCurrent(self._context), "entering the context")
         flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self.stream = _check(cu.cuStreamCreate(flags), "creating a stream")
+        self.stream = check(cu.cuStreamCreate(flags), "creating a stream")
         self._memory, self._host, self._closed = list[Any](), list[Any](), False
         self.allocated_bytes = self.allocations = 0  # of all calls: a test sees that none happens after load
-        self.name, self.sm, self._integrated = describe(self._device)
+        self.name, self.sm, _, self._integrated = describe(self._device)
         self.sm_count = _attribute(self._device, "MULTIPROCESSOR_COUNT")
 
     def enter(self) -> None:
         """Make the device current in this thread, which may not have opened it. Raises BackendError after a close."""
         if self._closed:
             raise BackendError(f"{self.name} was closed; load the pair again")
-        _check(cu.cuCtxSetCurrent(self._context), "entering the context")
+        check(cu.cuCtxSetCurrent(self._context), "entering the context")
 
     def allocate(self, nbytes: int) -> DevicePointer:
         """Device memory, 256-byte aligned, not initialised."""
-        handle = _check(cu.cuMemAlloc(max(nbytes, 1)), f"allocating {nbytes} bytes of device memory")
+        handle = check(cu.cuMemAlloc(max(nbytes, 1)), f"allocating {nbytes} bytes of device memory")
         self._memory.append(handle)
         self.allocated_bytes += nbytes
         self.allocations += 1
@@ -80,7 +80,7 @@ class Gpu:
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A page-locked host array for read-backs."""
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        address = _check(cu.cuMemAllocHost(nbytes), f"allocating {nbytes} bytes of page-locked memory")
+        address = check(cu.cuMemAllocHost(nbytes), f"allocating {nbytes} bytes of page-locked memory")
         self._host.append(address)
         self.allocations += 1
         raw = memoryview((ctypes.c_uint8 * nbytes).from_address(int(address)))
@@ -109,18 +109,18 @@ class Gpu:
         """Enqueue a copy to a host array (page-locked inside a graph)."""
         if out.nbytes > pointer.nbytes:
             raise ValueError(f"{out.nbytes} bytes were asked for, the memory has {pointer.nbytes}")
-        _check(cu.cuMemcpyDtoHAsync(out.ctypes.data, pointer.address, out.nbytes, self.stream), "reading back")
+        check(cu.cuMemcpyDtoHAsync(out.ctypes.data, pointer.address, out.nbytes, self.stream), "reading back")
 
     def write_from(self, pointer: DevicePointer, array: npt.NDArray[Any]) -> None:
         """Enqueue a copy from a page-locked host array, which must stay as it is until the copy has run."""
         if array.nbytes > pointer.nbytes:
             raise ValueError(f"{array.nbytes} bytes do not fit into {pointer.nbytes}")
-        _check(cu.cuMemcpyHtoDAsync(pointer.address, array.ctypes.data, array.nbytes, self.stream), "uploading")
+        check(cu.cuMemcpyHtoDAsync(pointer.address, array.ctypes.data, array.nbytes, self.stream), "uploading")
 
     def fill(self, pointer: DevicePointer, byte: int = 0) -> None:
         """Enqueue setting every byte."""
         if pointer.nbytes:
-            _check(cu.cuMemsetD8Async(pointer.address, byte, pointer.nbytes, self.stream), "filling memory")
+            check(cu.cuMemsetD8Async(pointer.address, byte, pointer.nbytes, self.stream), "filling memory")
 
     def copy(self, source: DevicePointer, target: DevicePointer, rows: int, pitch: int, nbytes: int) -> None:
         """Enqueue copying the first ``nbytes`` bytes of each of ``rows`` rows, ``pitch`` bytes apart, on the device."""
@@ -132,11 +132,11 @@ class Gpu:
         part.srcMemoryType = part.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
         part.srcDevice, part.dstDevice, part.srcPitch, part.dstPitch = source.address, target.address, pitch, pitch
         part.WidthInBytes, part.Height = nbytes, rows
-        _check(cu.cuMemcpy2DAsync(part, self.stream), "copying on the device")
+        check(cu.cuMemcpy2DAsync(part, self.stream), "copying on the device")
 
     def load(self, cubin: bytes) -> Module:
         """Load a cubin."""
-        return Module(_check(cu.cuModuleLoadData(cubin), f"loading a cubin on {self.name} (SM{self.sm})"))
+        return Module(check(cu.cuModuleLoadData(cubin), f"loading a cubin on {self.name} (SM{self.sm})"))
 
     def launch(
         self,
@@ -161,7 +161,7 @@ class Gpu:
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
         values, types = zip(*(as_argument(a) for a in arguments), strict=True) if arguments else ((), ())
-        _check(cu.cuLaunchKernelEx(config, kernel.handle, (values, types), 0), f"launching {kernel.name}")
+        check(cu.cuLaunchKernelEx(config, kernel.handle, (values, types), 0), f"launching {kernel.name}")
 
     def most_clusters(self, kernel: Kernel, blocks: int, threads: int, shared_bytes: int) -> int:
         """Clusters of so many blocks that run at the same time; ``threads`` and dynamic shared memory are a block's."""
@@ -171,7 +171,7 @@ class Gpu:
         attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = blocks, 1, 1
         config.attrs, config.numAttrs = [attribute], 1
         doing = f"asking how many clusters of {blocks} blocks of {kernel.name} fit"
-        return int(_check(cu.cuOccupancyMaxActiveClusters(kernel.handle, config), doing))
+        return int(check(cu.cuOccupancyMaxActiveClusters(kernel.handle, config), doing))
 
     def prefer_shared(self, kernel: Kernel) -> None:
         """Run ``kernel`` with as much of the L1 cache as possible made shared memory.
@@ -179,40 +179,40 @@ class Gpu:
         A multiprocessor must be empty to change that division: kernels that ask for the same one can overlap.
         """
         attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        _check(cu.cuFuncSetAttribute(kernel.handle, attribute, 100), f"asking for shared memory for {kernel.name}")
+        check(cu.cuFuncSetAttribute(kernel.handle, attribute, 100), f"asking for shared memory for {kernel.name}")
 
     def capture(self, enqueue: Callable[[], None]) -> Graph:
         """Record what ``enqueue`` launches into a graph without running it, and bring that to the device."""
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        _check(cu.cuStreamBeginCapture(self.stream, mode), "starting a capture")
+        check(cu.cuStreamBeginCapture(self.stream, mode), "starting a capture")
         try:
             enqueue()
         finally:
             captured = cu.cuStreamEndCapture(self.stream)
-        handle = _check(cu.cuGraphInstantiate(_check(captured, "ending a capture"), 0), "instantiating a graph")
-        _check(cu.cuGraphUpload(handle, self.stream), "uploading a graph")
+        handle = check(cu.cuGraphInstantiate(check(captured, "ending a capture"), 0), "instantiating a graph")
+        check(cu.cuGraphUpload(handle, self.stream), "uploading a graph")
         return Graph(handle, self.stream)
 
     def synchronize(self) -> None:
         """Wait for everything enqueued."""
-        _check(cu.cuStreamSynchronize(self.stream), "waiting for the device")
+        check(cu.cuStreamSynchronize(self.stream), "waiting for the device")
 
     def seconds(self, enqueue: Callable[[], None]) -> float:
         """Device time between two events around what ``enqueue`` enqueues, in seconds."""
         flags = cu.CUevent_flags.CU_EVENT_DEFAULT
-        start, stop = (_check(cu.cuEventCreate(flags), "creating an event") for _ in range(2))
-        _check(cu.cuEventRecord(start, self.stream), "recording an event")
+        start, stop = (check(cu.cuEventCreate(flags), "creating an event") for _ in range(2))
+        check(cu.cuEventRecord(start, self.stream), "recording an event")
         enqueue()
-        _check(cu.cuEventRecord(stop, self.stream), "recording an event")
-        _check(cu.cuEventSynchronize(stop), "waiting for an event")
-        elapsed = float(_check(cu.cuEventElapsedTime(start, stop), "reading a time")) / 1e3
-        _check(cu.cuEventDestroy(start), "freeing an event")
-        _check(cu.cuEventDestroy(stop), "freeing an event")
+        check(cu.cuEventRecord(stop, self.stream), "recording an event")
+        check(cu.cuEventSynchronize(stop), "waiting for an event")
+        elapsed = float(check(cu.cuEventElapsedTime(start, stop), "reading a time")) / 1e3
+        check(cu.cuEventDestroy(start), "freeing an event")
+        check(cu.cuEventDestroy(stop), "freeing an event")
         return elapsed
 
     def free_bytes(self) -> tuple[int, int]:
         """Free and total device memory; of a Jetson, whose driver counts the page cache as used, MemAvailable."""
-        free, total = (int(x) for x in _check(cu.cuMemGetInfo(), "reading free memory"))
+        free, total = (int(x) for x in check(cu.cuMemGetInfo(), "reading free memory"))
         if self._integrated:
             memory = read_memory(Path("/"))
             free = max(free, memory.available if memory else 0)
@@ -241,10 +241,10 @@ class Module:
 
     def kernel(self, name: str, *, shared_bytes: int = 0) -> Kernel:
         """A kernel by its ``extern "C"`` name; dynamic shared memory above 48 KiB has to be named here."""
-        function = _check(cu.cuModuleGetFunction(self._handle, name.encode()), f"finding kernel {name}")
+        function = check(cu.cuModuleGetFunction(self._handle, name.encode()), f"finding kernel {name}")
         if shared_bytes > 48 * 1024:
             attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(cu.cuFuncSetAttribute(function, attribute, shared_bytes), f"giving {name} {shared_bytes} bytes")
+            check(cu.cuFuncSetAttribute(function, attribute, shared_bytes), f"giving {name} {shared_bytes} bytes")
         return Kernel(function, name)
 
 
@@ -256,25 +256,21 @@ def open_device() -> Any:
         raise BackendError(f"no NVIDIA driver was found ({type(error).__name__}); install the driver") from None
     if status != cu.CUresult.CUDA_SUCCESS:
         raise BackendError(f"the NVIDIA driver found no usable device ({status.name}); check nvidia-smi")
-    return _check(cu.cuDeviceGet(0), "opening the device")
+    return check(cu.cuDeviceGet(0), "opening the device")
 
 
-def describe(device: Any) -> tuple[str, int, bool]:
-    """Name, SM (90 for Hopper), and whether it shares main memory with the CPU."""
-    name = str(_check(cu.cuDeviceGetName(128, device), "reading the name").split(b"\0")[0].decode())
+def describe(device: Any) -> tuple[str, int, tuple[int, int], bool]:
+    """Name, SM (90 for Hopper), the newest CUDA that the driver serves, whether it shares main memory with the CPU."""
+    name = str(check(cu.cuDeviceGetName(128, device), "reading the name").split(b"\0")[0].decode())
     major, minor = (_attribute(device, f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
-    return name, 10 * major + minor, bool(_attribute(device, "INTEGRATED"))
-
-
-def newest_cuda() -> tuple[int, int]:
-    """The newest CUDA that the driver serves."""
-    version = int(_check(cu.cuDriverGetVersion(), "reading the driver's version"))  # 13020 for 13.2
-    return version // 1000, version % 1000 // 10
+    version = int(check(cu.cuDriverGetVersion(), "reading the driver's version"))  # 13020 for 13.2
+    integrated = bool(_attribute(device, "INTEGRATED"))
+    return name, 10 * major + minor, (version // 1000, version % 1000 // 10), integrated
 
 
 def _attribute(device: Any, name: str) -> int:
     attribute = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-    return int(_check(cu.cuDeviceGetAttribute(attribute, device), f"reading {name}"))
+    return int(check(cu.cuDeviceGetAttribute(attribute, device), f"reading {name}"))
 
 
 def as_argument(value: Argument) -> tuple[Any, Any]:
@@ -312,7 +308,7 @@ _LASTING = frozenset(
 """Statuses after which a context is of no use any more."""
 
 
-def _check(result: tuple[Any, ...], doing: str) -> Any:
+def check(result: tuple[Any, ...], doing: str) -> Any:
     """Value of a driver call; raises BackendError with the driver's words when it failed."""
     status, *values = result
     if status != cu.CUresult.CUDA_SUCCESS:
@@ -321,39 +317,3 @@ def _check(result: tuple[Any, ...], doing: str) -> Any:
         lost = getattr(status, "name", "") in _LASTING
         raise (DeviceLostError if lost else BackendError)(f"{doing} failed: {words or status}")
     return values[0] if len(values) == 1 else tuple(values)
-
-
-class TensorMap(ctypes.Structure):
-    """``TensorMap`` of kernels/wgmma.cuh, a kernel argument."""
-
-    _fields_ = (("words", ctypes.c_uint64 * 16),)
-
-
-def bf16_map(matrix: Matrix, rows: int, columns: int, box: tuple[int, int]) -> TensorMap:
-    """Map of BF16 ``matrix`` [rows, columns], copied in boxes of (rows, 64 columns); zeros outside of the matrix.
-
-    Rows of a box are 128 bytes in shared memory, 16-byte chunk c of row r at c ^ (r % 8). Raises BackendError when the
-    matrix does not start at, and its rows are not apart by, a multiple of 16 bytes.
-    """
-    words, status = TensorMap(), None
-    if matrix.pointer.address % 16 == 0 and matrix.stride % 8 == 0:
-        status, encoded = cu.cuTensorMapEncodeTiled(
-            cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            2,
-            matrix.pointer.address,
-            [cu.cuuint64_t(columns), cu.cuuint64_t(rows)],
-            [cu.cuuint64_t(2 * matrix.stride)],
-            [cu.cuuint32_t(box[1]), cu.cuuint32_t(box[0])],
-            [cu.cuuint32_t(1), cu.cuuint32_t(1)],
-            cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-        if status == cu.CUresult.CUDA_SUCCESS:
-            words.words[:] = [int(word) for word in encoded.opaque]
-            return words
-    raise BackendError(
-        f"a matrix of {rows} x {columns} at address {matrix.pointer.address:#x}, row stride {matrix.stride}, cannot be "
-        f"copied by tensor maps ({status}): start and rows must lie at multiples of 16 bytes"
-    )

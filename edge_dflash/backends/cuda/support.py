@@ -157,10 +157,9 @@ class DeviceFacts:
 
 def device_facts() -> DeviceFacts:
     """Facts of the device; makes no context. Raises BackendError without bindings, driver or device."""
-    from edge_dflash.backends.cuda.driver import describe, newest_cuda, open_device  # needs CUDA's bindings
+    from edge_dflash.backends.cuda.driver import describe, open_device  # needs CUDA's bindings
 
-    name, sm, integrated = describe(open_device())
-    return DeviceFacts(name, sm, newest_cuda(), integrated)
+    return DeviceFacts(*describe(open_device()))
 
 
 def device_sm() -> int:

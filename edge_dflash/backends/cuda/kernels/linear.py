@@ -6,11 +6,12 @@ never on other rows or on how many there are.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from edge_dflash.backends.cuda.driver import Gpu, bf16_map
+from edge_dflash.backends.cuda.driver import Gpu, cu
 from edge_dflash.backends.cuda.kernels.source import Signature, Struct, structure
 from edge_dflash.backends.cuda.kernels.splits import (
     ALONE_ROWS,
@@ -241,6 +242,42 @@ class Tiles:
         if self._hopper:
             return self._HOPPER_SHARED
         return self._STAGES * (self._UNITS * UNIT_BYTES[format] + self._ROWS * WINDOW[format] * 2)
+
+
+class TensorMap(ctypes.Structure):
+    """``TensorMap`` of kernels/wgmma.cuh, a kernel argument."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+
+
+def bf16_map(matrix: Matrix, rows: int, columns: int, box: tuple[int, int]) -> TensorMap:
+    """Map of BF16 ``matrix`` [rows, columns], copied in boxes of (rows, 64 columns); zeros outside of the matrix.
+
+    Rows of a box are 128 bytes in shared memory, 16-byte chunk c of row r at c ^ (r % 8). Raises BackendError when the
+    matrix does not start at, and its rows are not apart by, a multiple of 16 bytes.
+    """
+    words, status = TensorMap(), None
+    if matrix.pointer.address % 16 == 0 and matrix.stride % 8 == 0:
+        status, encoded = cu.cuTensorMapEncodeTiled(
+            cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            2,
+            matrix.pointer.address,
+            [cu.cuuint64_t(columns), cu.cuuint64_t(rows)],
+            [cu.cuuint64_t(2 * matrix.stride)],
+            [cu.cuuint32_t(box[1]), cu.cuuint32_t(box[0])],
+            [cu.cuuint32_t(1), cu.cuuint32_t(1)],
+            cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        if status == cu.CUresult.CUDA_SUCCESS:
+            words.words[:] = [int(word) for word in encoded.opaque]
+            return words
+    raise BackendError(
+        f"a matrix of {rows} x {columns} at address {matrix.pointer.address:#x}, row stride {matrix.stride}, cannot be "
+        f"copied by tensor maps ({status}): start and rows must lie at multiples of 16 bytes"
+    )
 
 
 def job_of(

@@ -2,7 +2,7 @@
 #pragma once
 #include "cluster.cuh"
 
-// A CUtensorMap, encoded by the host (driver.bf16_map).
+// A CUtensorMap, encoded by the host (linear.bf16_map).
 struct alignas(64) TensorMap {
   u64 words[16];
 };
