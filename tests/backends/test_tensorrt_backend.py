@@ -10,6 +10,7 @@ from fake_tensorrt import SCRATCH, FakeRuntime, FakeTensorrt, write_plans
 from native_support import MIXED, NATIVE_PAIR, SIGHTED, formats_of, random_store
 from pictures_support import noise
 from store_weights import StoreWeights
+from tensorrt_walk import address
 
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda.backend import NativeBackend
@@ -17,7 +18,7 @@ from edge_dflash.backends.cuda.kernels.tower import UNIT as TOWER_UNIT
 from edge_dflash.backends.cuda.kernels.tower import most_patches
 from edge_dflash.backends.cuda.steps import Convolve, Draft, Gather, Last, Mix, State
 from edge_dflash.backends.cuda.tensorrt import runtime
-from edge_dflash.backends.cuda.tensorrt.dense import EngineOps, address, check_engines
+from edge_dflash.backends.cuda.tensorrt.dense import EngineOps, check_engines
 from edge_dflash.backends.cuda.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from edge_dflash.backends.cuda.tensorrt.units import HEAD, STATE_UNITS, TOWER, RunEngine, bundle_units, tower_unit
 from edge_dflash.bench.device import profile

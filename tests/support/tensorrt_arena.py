@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from golden_pairs import ENGINE
 from tensorrt_support import Formatted, cut, lowered, spec, tensorrt
+from tensorrt_walk import address
 from trt_interpreter import run as interpret
 
 from edge_dflash.backends.cuda.steps import Convolve, Draft, Gather, Last, Mix, State
-from edge_dflash.backends.cuda.tensorrt.dense import address
 from edge_dflash.backends.cuda.tensorrt.units import CHOICES, HEAD, RunEngine
 from edge_dflash.backends.reference.dense import TorchWeights, pad, padded_rows
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory, _Pass

@@ -7,11 +7,18 @@ and types that it was built for; every op ran exactly once.
 from dataclasses import dataclass
 
 from edge_dflash.backends.cuda.steps import Draft, Gather
-from edge_dflash.backends.cuda.tensorrt.dense import address
 from edge_dflash.backends.cuda.tensorrt.units import CHOICES, LOGITS, RunEngine
 from edge_dflash.model.ops import SelectRows
 
 ALIGNMENT = 256  # bytes; what TensorRT asks of an address
+
+
+def address(schedule, places, tensor):
+    """Where a tensor of a pass lies: in "arena", "logits" or "choices", and how many bytes from its start."""
+    root, column = schedule.place(tensor)
+    if tensor == CHOICES or root == schedule.program.outputs[LOGITS]:
+        return ("choices" if tensor == CHOICES else "logits"), 0
+    return "arena", places[root].offset + 2 * column
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.kernels.experts import ExpertKernels
 from edge_dflash.backends.cuda.kernels.tower import check_tower, most_patches
 from edge_dflash.backends.cuda.loading import Common, DeviceLayout
-from edge_dflash.backends.cuda.memory import Allocator, Placement, aligned
+from edge_dflash.backends.cuda.memory import Allocator, DevicePointer, Placement, aligned
 from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, mixes
 from edge_dflash.backends.cuda.passes import Frame
-from edge_dflash.backends.cuda.schedule import Schedule, place
+from edge_dflash.backends.cuda.schedule import place
 from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.cuda.steps import PassStep
 from edge_dflash.backends.cuda.support import check_native
@@ -63,31 +63,25 @@ def layout_of(programs: PairPrograms, precision: Precision, sizes: Sizes, pair: 
     return DeviceLayout(programs, precision, sizes, pair.schedules, places, arena)
 
 
-def address(schedule: Schedule, places: Mapping[str, Placement], tensor: str) -> tuple[str, int]:
-    """Where a tensor of a pass lies: in "arena", "logits" or "choices", and how many bytes from its start."""
-    root, column = schedule.place(tensor)
-    if tensor == CHOICES or root == schedule.program.outputs[LOGITS]:
-        return ("choices" if tensor == CHOICES else "logits"), 0
-    return "arena", places[root].offset + 2 * column
-
-
 class EngineFrame(Frame):
     """A pass with engines; each is enqueued once when it is made, over whatever lies in the arena."""
 
     def __init__(self, common: Common, name: str, mixtures: Mixtures | None, engines: Engines) -> None:
         super().__init__(common, name, mixtures)
-        buffers = common.buffers
-        places = {"arena": buffers.arena, "logits": buffers.logits.pointer, "choices": self.choices}
         self.runs: dict[PassStep, Enqueue] = {}
         for step in self.schedule.steps:
             if isinstance(step, RunEngine):
-                where = {}
-                for tensor, name in (*step.inputs, *step.outputs):
-                    buffer, offset = address(self.schedule, self.places, name)
-                    where[tensor] = places[buffer].address + offset
+                where = {name: self._where(tensor).address for name, tensor in (*step.inputs, *step.outputs)}
                 self.runs[step] = engines.context(step.key, step.profile, step.rows, where)
         for enqueue in self.runs.values():
             enqueue()
+
+    def _where(self, tensor: str) -> DevicePointer:
+        if tensor == CHOICES:
+            return self.choices
+        root, _ = self.schedule.place(tensor)
+        logits = root == self.schedule.program.outputs[LOGITS]
+        return self.common.buffers.logits.pointer if logits else self._matrix(tensor).pointer
 
     def _dense(self, step: PassStep, logits: bool) -> None:
         """Engines always leave logits."""
