@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from hashlib import sha256
 from pathlib import Path
@@ -125,14 +126,8 @@ def begin_file(file: Path, data: TrainingData) -> None:
 
 def whole_lines(file: Path) -> None:
     """Cut what a kill tore at the end of a file, if it is there."""
-    try:
-        descriptor = os.open(file, os.O_RDWR)
-    except FileNotFoundError:
-        return
-    try:
-        mend(descriptor)
-    finally:
-        os.close(descriptor)
+    with suppress(FileNotFoundError), file.open("r+b") as torn:
+        mend(torn.fileno())
 
 
 def read_answers(file: Path) -> tuple[TargetAnswer, ...]:
@@ -150,7 +145,7 @@ def read_answers(file: Path) -> tuple[TargetAnswer, ...]:
             if number == 0 and _OF in body:
                 continue
             try:
-                if body.pop(_SUM, None) not in (None, _sum(body)):  # None: of an older version
+                if body.pop(_SUM) != _sum(body):
                     raise ValueError
                 prompt, tokens = (tuple(map(int, body.pop(name))) for name in ("prompt", "tokens"))
                 one = TargetAnswer(**body, prompt=prompt, tokens=tokens)

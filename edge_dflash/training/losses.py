@@ -108,13 +108,10 @@ class Batch:
         """The batch on a device; taps are float32 on a CPU and stay BF16 on a GPU."""
 
         def moved(one: torch.Tensor) -> torch.Tensor:
-            return one.to(device, non_blocking=True)
+            return one.float() if device == "cpu" and one.is_floating_point() else one.to(device, non_blocking=True)
 
-        def rows(one: torch.Tensor) -> torch.Tensor:
-            return one.float() if device == "cpu" else moved(one)
-
-        last = None if self.last is None else rows(self.last)
-        return Batch(moved(self.ids), moved(self.lengths), moved(self.anchors), rows(self.taps), last)
+        last = None if self.last is None else moved(self.last)
+        return Batch(moved(self.ids), moved(self.lengths), moved(self.anchors), moved(self.taps), last)
 
 
 @dataclass(frozen=True)

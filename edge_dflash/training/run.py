@@ -44,7 +44,7 @@ from edge_dflash.training.forecast import (
 from edge_dflash.training.start import make_start, read_weights, same_files, save_weights
 from edge_dflash.training.taps import Sample, Shards, shard_bytes, write_taps
 from edge_dflash.training.trainer import Trainer, kept_weights
-from edge_dflash.training.workdir import TrainingDir, TrainingRun, TrainingState
+from edge_dflash.training.workdir import TrainingDir, TrainingRun, TrainingState, read_object, write_object
 from edge_dflash.weights.quantize import dequantize
 
 Say = Callable[[str], None]
@@ -311,7 +311,7 @@ class Training:
     def measure(self, data: Sequence[TrainingData]) -> dict[str, Measure]:
         """Both bundles on held-out tasks, every way; a way that is done is not measured again."""
         run, work = self.run, self.work
-        found: dict[str, Any] = work.read(work.evaluation)
+        found: dict[str, Any] = read_object(work.evaluation)
         for name, bundle in (("before", work.before), ("after", work.after)):
 
             def tell(stage: str, done: int, total: int, name: str = name) -> None:
@@ -322,7 +322,7 @@ class Training:
                 with Planner.open(bundle, fallback=False, self_test="off") as planner:  # every draft is verified
                     made = evaluate(planner, tasks, new_tokens=run.new_tokens, plain=run.plain, progress=tell)
                 found[name] = encode(made)
-                work.write(work.evaluation, found)
+                write_object(work.evaluation, found)
         return {
             f"{name}, {way}": decode(Measure, body, str(work.evaluation))
             for name in ("before", "after")

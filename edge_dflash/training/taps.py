@@ -8,11 +8,10 @@ name says what it was made of. The hashes that files had when they were written 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +28,6 @@ from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.bundle.manifest import fingerprint
 from edge_dflash.bundle.parts import hash_file
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.common.files import write_whole
 from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
@@ -38,7 +36,7 @@ from edge_dflash.model.program import Program
 from edge_dflash.model.specs import DrafterSpec, PairSpec
 from edge_dflash.training.drafter import drafter_spec
 from edge_dflash.training.losses import Batch
-from edge_dflash.training.workdir import TrainingRun
+from edge_dflash.training.workdir import TrainingRun, read_object, write_object
 from edge_dflash.weights.safetensors import TensorFiles
 
 Bits = npt.NDArray[np.uint16]
@@ -77,21 +75,13 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def seal(folder: Path, files: Mapping[str, Path]) -> None:
     """Add files of a folder, by the names that they have or will have there, to its hashes."""
-    found = read_sums(folder) | {name: hash_file(path).sha256 for name, path in files.items()}
-    write_whole(folder / SUMS, json.dumps(found).encode())
-
-
-def read_sums(folder: Path) -> dict[str, str]:
-    """Hashes of the files of a folder when they were written; empty where that is not known."""
-    with suppress(OSError, ValueError, RecursionError):
-        found = json.loads((folder / SUMS).read_bytes())
-        return found if isinstance(found, dict) else {}
-    return {}
+    sums = read_object(folder / SUMS)
+    write_object(folder / SUMS, sums | {name: hash_file(path).sha256 for name, path in files.items()})
 
 
 def damaged_file(folder: Path) -> Path | None:
     """The first file of a folder that is not what was sealed; None: all are."""
-    wanted = read_sums(folder)
+    wanted = read_object(folder / SUMS)
     damaged = (folder / name for name, wanted_sum in wanted.items() if not is_whole(folder / name, wanted_sum))
     return next(damaged, None if wanted else folder / SUMS)
 
@@ -220,7 +210,7 @@ def write_taps(
     parts = {shard_path(folder, i, part, *of): part for i, part in enumerate(_parts(samples, bundle.pair))}
     for path in set(folder.glob("*.safetensors")) - parts.keys():  # of other answers, or another target
         path.unlink()
-    missing, sums = list[Path](), read_sums(folder)
+    missing, sums = list[Path](), read_object(folder / SUMS)
     for i, path in enumerate(parts):
         progress(CHECKING, i, len(parts))
         if path.exists():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from edge_dflash.builder.card import CARD
@@ -104,6 +104,19 @@ class TrainingState:
         vars(self).update(found)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object that a stage left; empty without one."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def write_object(path: Path, body: Mapping[str, Any]) -> None:
+    """Leave a JSON object, whole or not at all."""
+    write_whole(path, json.dumps(body, indent=1).encode() + b"\n")
+
+
 class TrainingDir:
     """The locked folder ``OUTPUT/work``. Use as a context manager.
 
@@ -130,35 +143,22 @@ class TrainingDir:
     def __enter__(self) -> TrainingDir:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._lock.close()
 
     def answers(self, index: int) -> Path:
         """Answers to the prompts of one file."""
         return self.root / f"answers-{index}.jsonl"
 
-    def read(self, path: Path) -> dict[str, Any]:
-        """A JSON object that a stage left; empty without one."""
-        with suppress(OSError, ValueError):
-            found = json.loads(path.read_text(encoding="utf-8"))
-            return found if isinstance(found, dict) else {}
-        return {}
-
-    def write(self, path: Path, body: dict[str, Any]) -> None:
-        """Leave a JSON object, whole or not at all."""
-        write_whole(path, json.dumps(body, indent=1).encode() + b"\n")
-
     @property
     def done(self) -> Path | None:
         """Where the drafter of a training lies that has ended."""
-        found = self.read(self.root / DONE).get("drafter")
+        found = read_object(self.root / DONE).get("drafter")
         return None if found is None else self.root.parent / str(found)
 
     def end(self, drafter: Path) -> None:
         """The training has ended, and left a drafter: remove what only one that goes on needs."""
-        self.write(self.root / DONE, {"drafter": str(drafter.relative_to(self.root.parent))})
+        write_object(self.root / DONE, {"drafter": str(drafter.relative_to(self.root.parent))})
         self.clear()
 
     @property
@@ -181,8 +181,8 @@ class TrainingDir:
         """Remove what comes of the trained drafter."""
         for folder in self._of_trained:
             shutil.rmtree(folder, ignore_errors=True)
-        if found := self.read(self.evaluation):
-            self.write(self.evaluation, {name: one for name, one in found.items() if name != "after"})
+        if found := read_object(self.evaluation):
+            write_object(self.evaluation, {name: one for name, one in found.items() if name != "after"})
 
     def clear(self) -> None:
         """Remove taps, checkpoints, and the last bundle with what it was made of."""
@@ -196,7 +196,7 @@ class TrainingDir:
             raise RequestError(
                 f"another process trains in {run.output}; wait for it, or give another --output"
             ) from None
-        body, found = run.to_json(), self.read(self.root / RUN)
+        body, found = run.to_json(), read_object(self.root / RUN)
         if not (is_there(self.before / MANIFEST) or self.answers(0).exists() or self.done):
             # nothing is made yet that another training could not make
             if any(found.get(name) != body[name] for name in _OF_BUNDLE):
@@ -214,7 +214,7 @@ class TrainingDir:
                 f"{_said(body[name])}; give the same, another --output, or {gone}"
             )
         if not (found and dry):
-            self.write(self.root / RUN, {**body, "dry": dry})
+            write_object(self.root / RUN, {**body, "dry": dry})
 
 
 def _check_output(run: TrainingRun) -> None:

@@ -247,14 +247,6 @@ def test_a_flipped_bit_of_an_answer_is_named_by_its_line(planner, data, tmp_path
     assert asked(planner, data, path, sampled=0) > 0
 
 
-def test_answers_of_an_older_version_are_read(planner, data, tmp_path):
-    asked(planner, data, tmp_path / "a.jsonl", sampled=0)
-    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    assert all(line.pop("sha256", "none") != "none" for line in lines[1:])
-    (tmp_path / "old.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_answers(tmp_path / "old.jsonl") == read_answers(tmp_path / "a.jsonl")
-
-
 def test_answers_differ_where_their_tokens_do(planner, data, tmp_path):
     asked(planner, data, tmp_path / "a.jsonl", sampled=0)
     one = read_answers(tmp_path / "a.jsonl")[0]

@@ -89,6 +89,7 @@ def test_what_was_recorded_of_an_answer_says_how_it_is_used(tmp_path, more, answ
     ("line", "words"),
     [
         ("{", "is not JSON"),
+        ("3 4", "is not JSON (Extra data, column 3); correct or remove it"),
         ("[" * 100_000, "is not JSON"),
         ('{"prompt": "\xff', "is not JSON"),
         ("[]", "needs either messages or prompt"),
@@ -219,10 +220,3 @@ def test_tasks_are_taken_from_all_over_a_file():
 def test_keys_that_nobody_expects_are_named(tmp_path):
     bodies = [{"prompt": "a", "shema": {}}, {"prompt": "b", "thinkng": True, "id": "b-1", "accept_length": 2.0}]
     assert read_tasks(written(tmp_path / "plans.jsonl", bodies)).unread == ("shema", "thinkng")
-
-
-def test_damaged_json_is_said_with_its_line_and_column_alone(tmp_path):
-    path = written(tmp_path / "plans.jsonl", [{"prompt": "a"}])
-    path.write_text(path.read_text() + '{"prompt": "b",}\n{"prompt": "c"}\n')
-    with pytest.raises(RequestError, match=r"line 2 is not JSON \(.*, column \d+\); correct or remove it"):
-        read_tasks(path)
