@@ -5,12 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from golden_pairs import EXPERTS, FLOAT32, NAMES, WALKS, backend, pair
+from golden_pairs import EXPERTS, FLOAT32, NAMES, WALKS, backend, pair, store
 from training_support import drafter_of, module, taps_of, weights_of
 
+from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import KvState
+from edge_dflash.model.specs import DrafterLayerMask
 from edge_dflash.training.drafter import HEAD, BlockDrafter, fake_weight
 from edge_dflash.training.losses import Batch, block_loss, drafts
 from edge_dflash.weights.quantize import dequantize, quantize_fp8, quantize_nvfp4
@@ -38,6 +40,25 @@ def test_rows_and_logits_are_those_of_the_reference_backend(name):
         wanted = found.base if hasattr(found, "base") else found.logits()
         assert np.abs(logits[0, index].numpy() - wanted).max() < 2e-3 * np.abs(wanted[wanted > -1e29]).max()
     assert torch.equal(logits[0], logits[1])
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_the_windows_of_its_layers_are_those_of_the_reference_backend(bidirectional):
+    name, ids = "qwen3", list(range(3, 3 + PROMPT))
+    whole, rows = pair(name), []
+    for window in (None, 5):
+        masks = tuple(DrafterLayerMask(bidirectional, window) for _ in whole.drafter.layers)
+        spec = replace(whole, drafter=replace(whole.drafter, layers=masks))
+        one, reference = (
+            BlockDrafter(spec, weights_of(name)),
+            ReferenceBackend(spec, store(name), FLOAT32, max_context=64),
+        )
+        reference.prefill(ids[:-1])
+        with torch.no_grad():
+            context = one.context(taps_of(name, ids)[None])
+            rows.append(one.logits(one.block(context, torch.tensor([[PROMPT - 1]]), torch.tensor([ids[-1:]])))[0, 0])
+        assert np.abs(rows[-1].numpy() - reference.propose(ids[-1]).logits()).max() < 2e-3 * rows[-1].abs().max()
+    assert not torch.allclose(*rows, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -60,6 +60,14 @@ def test_a_drafter_learns_what_its_target_answers_and_the_best_is_kept(ready, tm
     assert "accept length" in said[-1]
 
 
+def test_weights_that_got_worse_are_not_kept(ready, tmp_path, monkeypatch):
+    lengths = iter((3, 2, 2, 2, 2))
+    monkeypatch.setattr(training, "walk_answers", lambda *given: [[next(lengths)]])
+    state, start = trained(ready, tmp_path, plan(steps=4)), drafter_of(ready[0]).weights()
+    assert (state.best, state.best_step) == (3, 0)
+    assert all(torch.equal(kept, start[name]) for name, kept in kept_weights(tmp_path).items())
+
+
 CHILD = """
 import sys
 from pathlib import Path
