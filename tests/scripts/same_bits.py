@@ -234,7 +234,7 @@ def main():
     for name in chosen(options.build):
         build(options.bundles, name)
     if options.output:
-        options.output.write_text(json.dumps(measured(options), indent=0) + "\n", encoding="utf-8")
+        options.output.write_text(json.dumps(measured(options), indent=0, default=repr) + "\n", encoding="utf-8")
         say(f"written: {options.output}")
     return 0
 
