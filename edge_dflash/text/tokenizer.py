@@ -252,8 +252,11 @@ def _encode_all(tokenizer: HfTokenizer, texts: Sequence[str]) -> list[list[int]]
     for at in range(0, len(each), _BATCH):
         some = each[at : at + _BATCH]
         # the batch call lets other threads run meanwhile, which encode does not: a second for each MB
-        with _panics(RequestError, "the tokenizer cannot read this text"):
+        try:
             found = tokenizer.encode_batch_fast(some, add_special_tokens=False)
+        except BaseException:
+            with _panics(RequestError, "the tokenizer cannot read this text"):
+                raise
         ids.update(zip(some, (text.ids for text in found), strict=True))
     return [ids[text] for text in texts]
 

@@ -97,8 +97,9 @@ class ReferenceBackend:
 
     def reset(self, lane: int = 0) -> None:
         """Forget the sequence."""
-        check_lane(self._shape, lane)
-        self._lanes[lane] = _Lane(self._allocate())
+        at = self._lane(lane)
+        at.drop_verify()
+        at.memory.clear()
 
     def see(self, picture: Picture) -> Seen:
         """Run the tower over one picture; see Backend."""

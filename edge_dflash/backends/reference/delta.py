@@ -58,6 +58,11 @@ class DeltaMemory:
         self.in_flight: Tape | None = None
         self.pending: Tape | None = None
 
+    def clear(self) -> None:
+        """Forget the sequence."""
+        self.state, self.history = torch.zeros_like(self.state), torch.zeros_like(self.history)
+        self.in_flight = self.pending = None
+
     def commit(self, rows: int) -> None:
         """Make the first ``rows`` rows in flight pending."""
         if self.in_flight is not None and rows:

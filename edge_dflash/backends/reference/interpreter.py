@@ -63,6 +63,15 @@ class Memory:
         delta = {n: DeltaMemory(s) for n, s in states.items() if not isinstance(s, KvState)}
         return cls(kv, delta, capacity)
 
+    def clear(self) -> None:
+        """Forget the sequence: zeros, as allocated."""
+        self.length = self.offset = 0
+        for kv in self.kv.values():
+            for stored in kv.stored:
+                stored.zero_()
+        for delta in self.delta.values():
+            delta.clear()
+
     def rope(
         self, spec: RopeSpec, start: int, rows: int, sight: Sight | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
