@@ -95,6 +95,7 @@ class ReferenceBackend:
         """Number of committed rows."""
         return self._lane(lane).memory.length
 
+    @torch.inference_mode()
     def reset(self, lane: int = 0) -> None:
         """Forget the sequence."""
         at = self._lane(lane)
