@@ -235,10 +235,11 @@ def run_selftest(
     selftest = selftest if backend.shape.drafts else selftest.plain
     began, tokens = time.perf_counter(), selftest.tokens
     differences, moved, equal, lengths = list[TokenDifference](), list[float](), 0, list[int]()
+    passes = replayed(backend, selftest.prompt, selftest.recorded, see=lambda rows: rows.argmax())
     try:
-        for cycle, one in enumerate(replayed(backend, selftest.prompt, selftest.recorded)):
+        for cycle, one in enumerate(passes):
             if cycle:
-                own, ahead = one.own.argmax() if one.own is not None else [], tokens[len(moved) :]
+                own, ahead = one.own or [], tokens[len(moved) :]
                 equal += sum(map(eq, own, one.drafts))
                 lengths.append(accepted(own[: len(ahead)], ahead) + 1)
             logits = one.rows.logits()

@@ -189,11 +189,10 @@ class GoldenObserver:
         ``threshold``: drafts from the first on that the drafter is less sure of are not verified.
         """
         found, tokens = dict[str, list[Any]](), list[int]()
-        for one in replay(backend, prompt.ids, threshold=threshold, sight=self._sight(prompt)):
+        for one in replay(backend, prompt.ids, see=_drafted, threshold=threshold, sight=self._sight(prompt)):
             if tokens:
-                taken = _drafted(one.own) if one.own is not None else {}
-                taken |= {"start": one.start, "proposed": len(one.drafts), "accepted": len(one.tokens) - 1}
-                for name, value in (taken | {"verify_logits": one.rows.logits()}).items():
+                cycle = {"start": one.start, "proposed": len(one.drafts), "accepted": len(one.tokens) - 1}
+                for name, value in ((one.own or {}) | cycle | {"verify_logits": one.rows.logits()}).items():
                     found.setdefault(name, []).append(value)
             tokens += one.tokens
             if len(tokens) >= new_tokens:

@@ -122,7 +122,7 @@ def _speculate(
 ) -> tuple[list[int], list[list[int]], list[int], list[BestLogits]]:
     """Tokens, the drafts of each cycle, the tokens it committed, the tokens' logits; whole cycles, no stop tokens."""
     tokens, best, drafts, lengths = list[int](), list[BestLogits](), list[list[int]](), list[int]()
-    for cycle, one in enumerate(replay(backend, prompt)):
+    for cycle, one in enumerate(replay(backend, prompt, see=len)):
         tokens += one.tokens
         best += map(BestLogits.of, one.rows.logits()[: len(one.tokens)])
         if cycle:
@@ -145,7 +145,7 @@ def _moved(
     """How far the logits of each token move on another backend."""
     ends = [sum(lengths[:cycle]) for cycle in range(len(lengths) + 1)]
     ahead = [tokens[at + 1 : end] for at, end in pairwise(ends)]  # what a cycle commits but its last token
-    passes = replay(backend, prompt, Recorded(tokens, ahead, lengths), propose=False)
+    passes = replay(backend, prompt, Recorded(tokens, ahead, lengths), see=len, propose=False)
     logits = [row for one in passes for row in one.rows.logits()]
     return [one.moved(row) for one, row in zip(best, logits, strict=True)]
 

@@ -235,6 +235,11 @@ def no_tower() -> BackendError:
     return BackendError("this target has no vision tower; leave images out, or build it from a checkpoint with one")
 
 
+def replaced() -> BackendError:
+    """What rows raise when a later pass has taken their place."""
+    return BackendError("these rows were replaced by a later pass; read them before it")
+
+
 def no_drafter() -> BackendError:
     """What a propose pass of a pair without a drafter raises."""
     return BackendError("the bundle has no drafter and proposes nothing; decode plainly, or build it with a drafter")

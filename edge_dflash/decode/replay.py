@@ -6,13 +6,16 @@ rows of each, along the choices of the rows or along recorded tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Asked, Backend, Rows
 from edge_dflash.decode.cycle import drafted
 from edge_dflash.pictures.pictured import Sight
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,13 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Passed:
+class Passed(Generic[T]):
     """The passes of a cycle; of the prompt: its last row, which chooses the first token."""
 
     start: int  # committed tokens before it
-    own: Rows | None  # the pair's own drafts; None: the drafter was not asked
+    own: T | None  # what was seen in the drafter's rows; None: it was not asked
     drafts: Sequence[int]  # that were verified
-    rows: Rows  # of the anchor and the drafts
+    rows: Rows  # of the anchor and the drafts; the next pass replaces them
     tokens: Sequence[int]  # that it commits; as many rows chose them
 
 
@@ -40,12 +43,14 @@ def replay(
     prompt: Sequence[int],
     recorded: Recorded | None = None,
     *,
+    see: Callable[[Rows], T],
     propose: bool = True,
     threshold: float = 0.0,
     sight: Sight | None = None,
-) -> Iterator[Passed]:
+) -> Iterator[Passed[T]]:
     """The prompt, then cycles: those that were recorded, or greedy ones without end.
 
+    ``see`` takes from the drafter's rows what is to be known of them, before the verify pass replaces them.
     ``propose``: ask the drafter. ``threshold``: its own drafts from the first on that it is less sure of are not
     verified. A cycle is committed when the next one is asked for. The backend is reset before.
     """
@@ -57,13 +62,16 @@ def replay(
     while recorded is None or cycle < len(recorded.drafts):
         start, anchor = backend.length(), tokens[at]
         drafting = propose and backend.shape.drafts and (recorded is None or recorded.drafts[cycle])
-        own = backend.propose(anchor) if drafting else None
+        proposed = backend.propose(anchor) if drafting else None
         if recorded is not None:
-            drafts, count = recorded.drafts[cycle], recorded.accept_lengths[cycle]
-            rows = backend.verify([anchor, *drafts])
+            drafts = recorded.drafts[cycle]
         else:
-            drafts = drafted(Asked(anchor, threshold=threshold), own, start + 1) if own is not None else []
-            rows = backend.verify([anchor, *drafts])
+            drafts = drafted(Asked(anchor, threshold=threshold), proposed, start + 1) if proposed is not None else []
+        own = see(proposed) if proposed is not None else None
+        rows = backend.verify([anchor, *drafts])
+        if recorded is not None:
+            count = recorded.accept_lengths[cycle]
+        else:
             choices = rows.argmax()
             count = accepted(drafts, choices) + 1
             tokens += [*drafts[: count - 1], choices[count - 1]]

@@ -9,17 +9,37 @@ from verify_support import exact
 from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.replay import Recorded, replay
+from edge_dflash.errors import BackendError
 
 NAME, CYCLES = "qwen3_5", 5
 PROMPT = golden(NAME)["p0.prompt"].tolist()
 
 
+def passes(backend, *recorded, cycles=None, **options):
+    """The cycles, and what the rows of each choose, read before the next pass."""
+    found = replay(backend, PROMPT, *recorded, see=lambda rows: rows.argmax(), **options)
+    return tuple(zip(*((one, one.rows.argmax()) for one in islice(found, cycles)), strict=True))
+
+
 @pytest.fixture(scope="module")
 def free():
-    return list(islice(replay(exact(NAME), PROMPT), CYCLES + 1))
+    return passes(exact(NAME), cycles=CYCLES + 1)
+
+
+def test_rows_are_read_before_the_next_pass_replaces_them():
+    cycles = replay(exact(NAME), PROMPT, see=lambda rows: rows)
+    next(cycles)
+    one = next(cycles)
+    with pytest.raises(BackendError, match="replaced by a later pass"):
+        one.own.argmax()
+    assert one.rows.argmax()
+    next(cycles)
+    with pytest.raises(BackendError, match="replaced by a later pass"):
+        one.rows.logits()
 
 
 def test_free_cycles_are_those_of_the_loop(free):
+    free, _ = free
     tokens = [token for one in free for token in one.tokens]
     alone = generate(exact(NAME), PROMPT, Options(max_new_tokens=len(tokens)))
     assert alone.tokens == tuple(tokens)
@@ -29,16 +49,17 @@ def test_free_cycles_are_those_of_the_loop(free):
 
 @pytest.mark.parametrize("propose", [True, False])
 def test_recorded_cycles_go_along_their_tokens_whatever_the_rows_choose(free, propose):
+    free, choices = free
     tokens = [token for one in free for token in one.tokens]
     lengths = [len(one.tokens) for one in free[1:]]
     drafts = [[(draft + 1) % 512 for draft in one.drafts] for one in free[1:]]
     other = [*tokens[:-1], (tokens[-1] + 1) % 512]
     recorded = Recorded(other, [one.drafts for one in free[1:]], lengths)
     backend = exact(NAME)
-    found = list(replay(backend, PROMPT, recorded, propose=propose))
+    found, chosen = passes(backend, recorded, propose=propose)
     assert [list(one.tokens) for one in found] == [*(list(one.tokens) for one in free[:-1]), other[-lengths[-1] :]]
     assert all((one.own is not None) == propose for one in found[1:])
-    assert [one.rows.argmax() for one in found] == [one.rows.argmax() for one in free]
+    assert chosen == choices
     assert backend.length() == len(PROMPT) + sum(lengths)
-    wrong = replay(backend, PROMPT, Recorded(other, drafts, lengths), propose=False)
+    wrong, _ = passes(backend, Recorded(other, drafts, lengths), propose=False)
     assert [len(one.tokens) for one in wrong] == [1, *lengths]

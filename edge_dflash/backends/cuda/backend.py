@@ -21,7 +21,7 @@ from edge_dflash.backends.cuda.slots import Lane, Slots
 from edge_dflash.backends.cuda.states import Sizes, copy_states, read_states, write_states
 from edge_dflash.backends.cuda.tower import Eyes
 from edge_dflash.backends.cuda.weights import NativeWeights
-from edge_dflash.decode.backend import Asked, Cycle, Outcome, Precision, Snapshot, no_drafter
+from edge_dflash.decode.backend import Asked, Cycle, Outcome, Precision, Snapshot, no_drafter, replaced
 from edge_dflash.decode.cycle import host_cycle, outcome_of
 from edge_dflash.decode.sampling import GREEDY
 from edge_dflash.decode.shape import PairShape, check_lane, lane_steps
@@ -262,7 +262,7 @@ class NativeBackend:
     def enter(self, number: int) -> None:
         """Use the rows of pass ``number``. Raises BackendError when a later one has replaced them."""
         if number != self.passes:
-            raise BackendError("these rows were replaced by a later pass; read them before it")
+            raise replaced()
         self.gpu.enter()
 
     def lane(self, lane: int) -> Lane:

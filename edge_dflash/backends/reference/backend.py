@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.backends.reference.tower import TorchTower
-from edge_dflash.decode.backend import Asked, Cycle, Outcome, Precision, Rows, Snapshot, no_drafter, no_tower
+from edge_dflash.decode.backend import Asked, Cycle, Outcome, Precision, Rows, Snapshot, no_drafter, no_tower, replaced
 from edge_dflash.decode.cycle import host_cycle, host_cycles
 from edge_dflash.decode.shape import PairShape, check_lane
 from edge_dflash.decode.tree import Parents, branch, check_commit, check_parents
@@ -27,20 +27,22 @@ from edge_dflash.weights.formats import WeightStore
 
 
 class TorchRows:
-    """Logits of a pass, [rows, V] float32."""
+    """Logits of a pass, [rows, V] float32. ``check`` raises once a later pass has replaced them, as on a device."""
 
-    def __init__(self, logits: torch.Tensor) -> None:
-        self._logits = logits
+    def __init__(self, logits: torch.Tensor, check: Callable[[], None]) -> None:
+        self._logits, self._check = logits, check
 
     def __len__(self) -> int:
         return self._logits.shape[0]
 
     def argmax(self) -> list[int]:
         """Largest logit of each row; the lowest id on a tie."""
+        self._check()
         return [int(i) for i in self._logits.numpy().argmax(axis=-1)]  # numpy documents the first on a tie
 
     def logits(self) -> npt.NDArray[np.float32]:
         """Logits [rows, V]."""
+        self._check()
         return self._logits.numpy()
 
 
@@ -85,6 +87,7 @@ class ReferenceBackend:
         states = self._programs.states.items()
         self._scales = {name: store.kv_scale(name) for name, state in states if isinstance(state, KvState)}
         self._lanes = [_Lane(self._allocate()) for _ in range(lanes)]
+        self._passes = 0
 
     @property
     def shape(self) -> PairShape:
@@ -126,7 +129,7 @@ class ReferenceBackend:
             memory.length += len(part)
         if sight is not None:
             memory.offset = sight.delta
-        return TorchRows(outputs["logits"])
+        return TorchRows(outputs["logits"], self._newest())
 
     def cycle(self, asked: Asked) -> Cycle:
         """Propose, verify and accept; see Backend."""
@@ -148,10 +151,16 @@ class ReferenceBackend:
         at.drop_verify()
         program = self._programs.propose
         outputs = self._interpreter.run(program, self._drafter.block(anchor), at.memory)
+        check = self._newest()
         if program.walk is None:
-            return TorchRows(outputs["logits"])
+            return TorchRows(outputs["logits"], check)
+
+        def weights(name: str) -> npt.NDArray[np.float32]:
+            check()
+            return self._weights.tensor(name).numpy()
+
         hidden, logits = (outputs[role].numpy() for role in ("draft_hidden", "logits"))
-        return WalkRows(program.walk, lambda name: self._weights.tensor(name).numpy(), hidden, logits, anchor)
+        return WalkRows(program.walk, weights, hidden, logits, anchor)
 
     def verify(self, ids: Sequence[int], lane: int = 0, parents: Parents | None = None) -> TorchRows:
         """Run rows at length, length + 1, ... without committing them; of a tree, each row behind its own branch."""
@@ -160,11 +169,11 @@ class ReferenceBackend:
             raise BackendError(f"verify takes 1 to {self._shape.verify_rows} rows, not {len(ids)}")
         at.verified, at.tree = len(ids), None
         if parents is None:
-            return TorchRows(self._verify(ids, at))
+            return TorchRows(self._verify(ids, at), self._newest())
         check_parents(parents, len(ids))
         at.tree = list(ids), list(parents)
         branches = ([ids[one] for one in branch(parents, row)] for row in range(len(ids)))
-        return TorchRows(torch.stack([self._verify(ids, at)[-1] for ids in branches]))
+        return TorchRows(torch.stack([self._verify(ids, at)[-1] for ids in branches]), self._newest())
 
     def _verify(self, ids: Sequence[int], at: _Lane) -> torch.Tensor:
         return self._interpreter.run(self._programs.verify, ids, at.memory)["logits"]
@@ -222,6 +231,16 @@ class ReferenceBackend:
 
     def close(self) -> None:
         """Nothing to release on the CPU."""
+
+    def _newest(self) -> Callable[[], None]:
+        """Count a pass; the check of its rows."""
+        self._passes = this = self._passes + 1
+
+        def check() -> None:
+            if self._passes != this:
+                raise replaced()
+
+        return check
 
     def _lane(self, lane: int) -> _Lane:
         check_lane(self._shape, lane)
