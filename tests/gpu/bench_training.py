@@ -57,7 +57,7 @@ def bench(pair, batch, steps, device):
             *(folder, (), folder), **sizes, steps=steps, rate=1e-3, checks=1, patience=0, pause=1e9, rounded=1.0
         )
         trainer = Trainer(drafter, data, run, folder / "run", device=device)
-        trainer._check = trainer._save = lambda: None  # the steps alone
+        trainer._check = trainer._save = lambda **_: None  # the steps alone
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         began = []

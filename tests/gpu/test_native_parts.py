@@ -113,8 +113,8 @@ def test_a_thor_without_and_with_clusters(device, clusters, form):
 class Twelve(Gpu):
     """This device as one of twelve multiprocessors that holds no clusters."""
 
-    def __init__(self, ordinal=0):
-        super().__init__(ordinal)
+    def __init__(self):
+        super().__init__()
         self.sm_count = 12
 
     def most_clusters(self, kernel, *block):
