@@ -31,8 +31,7 @@ from edge_dflash.backends.cuda.kernels.experts import ExpertKernels, ExpertsBuff
 from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights
 from edge_dflash.backends.cuda.kernels.sample import Block
 from edge_dflash.backends.cuda.memory import NULL, Allocator, Control, Matrix, Norm
-from edge_dflash.bench.device import read_bandwidth
-from edge_dflash.bench.subjects import cubins
+from edge_dflash.bench.device import cubins, read_bandwidth
 from edge_dflash.decode.sampling import GREEDY, Sampling
 from edge_dflash.weights.layout import Layout
 
