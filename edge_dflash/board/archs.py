@@ -61,8 +61,8 @@ class KernelRate:
 
     def seconds(self, weights: float, rows: float, chip: Chip) -> float:
         """Of a product of so many weights with each of ``rows`` rows, of a rate by rows."""
-        turns, rest = divmod(rows, self.flops[-1][0])
-        parts = [self.flops[-1]] * int(turns) + [next(point for point in self.flops if rest <= point[0])] * (rest > 0)
+        whole, rest = divmod(rows, self.flops[-1][0])
+        parts = [self.flops[-1]] * int(whole) + [next(point for point in self.flops if rest <= point[0])] * (rest > 0)
         return sum(2 * weights * computed / (flops * chip.clocks) for computed, flops in parts)
 
     def steps(self, most: int) -> tuple[int, ...]:

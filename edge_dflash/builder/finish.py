@@ -56,8 +56,8 @@ def run_trial(bundle: Bundle, progress: Cycles = lambda done, total: None) -> Tr
     prefill_ms: dict[str, float] = {}
     failed: dict[str, str] = {}
     choices: list[int] = []
-    for turn, name in enumerate(manifest.backends):
-        report = _shifted(progress, turn * count, len(manifest.backends) * count)
+    for index, name in enumerate(manifest.backends):
+        report = _shifted(progress, index * count, len(manifest.backends) * count)
         try:
             cycle_ms[name], prefill_ms[name], found = _time(bundle, name, ids, count, report)
         except (BackendError, VerificationError) as error:

@@ -10,20 +10,20 @@ from edge_dflash.decode.accept import FinishReason
 from edge_dflash.decode.backend import Backend, Outcome
 from edge_dflash.decode.controls import NO_CONTROLS, Controls
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
-from edge_dflash.decode.loop import Step, given, turns
+from edge_dflash.decode.loop import Step, decode_steps, resume
 from edge_dflash.decode.options import Options, Request, admit
 from edge_dflash.decode.session import Session, SessionManager
 from edge_dflash.pictures.pictured import Placed
 
 
 def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS) -> Iterator[Step]:
-    """:func:`turns` of one request that has the backend to itself."""
-    steps = turns(session, request, controls)
+    """:func:`decode_steps` of one request that has the backend to itself."""
+    steps = decode_steps(session, request, controls)
     outcome: Outcome | None = None
     with closing(steps):
         while True:
             try:
-                found = given(steps, outcome)
+                found = resume(steps, outcome)
             except StopIteration:
                 return
             outcome = None

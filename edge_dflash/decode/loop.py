@@ -51,11 +51,13 @@ class Step:
         return not self.tokens and self.finish_reason is None
 
 
-Turns: TypeAlias = Generator[Step | Asked, Any, None]
+NO_TOKENS = Step((), None)  # a chunk of a prompt, or other work that delivers nothing, was done
+
+DecodeSteps: TypeAlias = Generator[Step | Asked, Any, None]
 """Steps of a request, and between them each cycle that it asks for: it is sent what the backend found."""
 
 
-def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) -> Turns:
+def decode_steps(session: Session, request: Request, controls: Controls = NO_CONTROLS) -> DecodeSteps:
     """Answer a request in a session: fill, then cycles.
 
     Every Step is committed before it is yielded; its last token, the next anchor, is not in the caches yet. A consumer
@@ -87,7 +89,7 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
                 if done == len(prompt):
                     break
                 session.chunk(lane, done)
-            yield Step((), None)
+            yield NO_TOKENS
             if not session.answers(request):
                 return
             if not entered:  # others may have used the lanes
@@ -133,7 +135,7 @@ class _Answer:
         towers = self.pace.tower_seconds(gaze.left(done)) if gaze is not None else 0.0
         return self.pace.prefill_seconds(tokens, chunk) + towers
 
-    def cycle(self) -> Turns:
+    def cycle(self) -> DecodeSteps:
         """Propose from the newest token, verify and accept on the backend; commit what the answer takes."""
         session, options, pace = self.session, self.request.options, self.pace
         drafts = pace.drafts if options.speculative else 0
@@ -200,6 +202,6 @@ def cut(
     return list(tokens), None
 
 
-def given(steps: Turns, outcome: Outcome | None) -> Step | Asked:
+def resume(steps: DecodeSteps, outcome: Outcome | None) -> Step | Asked:
     """What comes next of a request that is given what became of the cycle it asked for; None: it asked for none."""
     return steps.throw(outcome) if isinstance(outcome, BaseException) else steps.send(outcome)

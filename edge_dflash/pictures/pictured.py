@@ -139,7 +139,7 @@ class Pictured:
     def identities(self) -> tuple[int, ...]:
         """What sequences are compared by: ids, and for a picture's rows negative numbers made of its digest and grid.
 
-        Rows have 63 bits of a 128-bit hash each, its two halves in turns.
+        Rows have 63 bits of a 128-bit hash each, its two halves alternating.
         """
         found = list(self.ids)
         for placed in self.pictures:

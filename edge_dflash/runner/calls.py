@@ -1,4 +1,4 @@
-"""Small works of other threads, done on the engine's own between two turns of the requests."""
+"""Small works of other threads, done on the engine's own between two rounds of the requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OVER = object()
 
 
 class EngineCall(Future[T]):
-    """One of them, done step by step between several turns."""
+    """One of them, done step by step between several rounds."""
 
     def __init__(self, steps: Callable[[], Generator[None, None, T]]) -> None:
         super().__init__()

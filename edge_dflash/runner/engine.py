@@ -1,9 +1,9 @@
 """The engine: one thread that owns a loaded pair, its lanes, and the queue in front of them.
 
 A request runs step by step; between two steps it can be cancelled, end at its deadline, or be preempted. At most as
-many run at a time as there are lanes, turn by turn: in a turn one step of a prompt, and one cycle of all that decode,
-together. Where a more urgent request waits for a lane, the least urgent one is preempted, between two steps, and
-resumes when the other has ended.
+many run at a time as there are lanes, round by round: a round is one step of a prompt, and one cycle of all that
+decode, together. Where a more urgent request waits for a lane, the least urgent one is preempted, between two steps,
+and resumes when the other has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome
 from edge_dflash.decode.controls import Pace
 from edge_dflash.decode.drafts import draft_choice
-from edge_dflash.decode.loop import Step, given
+from edge_dflash.decode.loop import NO_TOKENS, Step, resume
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
 from edge_dflash.errors import EngineFailedError, QueueFullError, RequestError
@@ -36,11 +36,9 @@ T = TypeVar("T")
 
 log = logging.getLogger("edge_dflash.runner")
 
-_NOTHING = Step((), None)  # of a call, which decodes nothing
-
 
 @dataclass(frozen=True)
-class Turn:
+class Round:
     """Jobs that do a step one by one, then those whose cycle is one pass."""
 
     first: Sequence[Job]
@@ -71,7 +69,7 @@ class Engine:
         self._queue: Queue[Job] = Queue(settings.queue)
         self._running: list[Job] = []  # in the order of their begin; more than there are lanes: some are preempted
         self._calls: deque[EngineCall[Any]] = deque()
-        self._called = False  # whether the newest turn was the last one of a call
+        self._called = False  # whether the newest round was the last one of a call
         self._closed = self._cancels = False  # whether it takes no more; whether it drops what is there, too
         self.failure: BaseException | None = None  # what ended it
         self._last: Callable[[], None] | None = None  # what its thread does in the end
@@ -142,7 +140,7 @@ class Engine:
         return self.run(in_one_step(function))
 
     def run(self, steps: Callable[[], Generator[None, None, T]]) -> T:
-        """Run a small work between two turns of the requests, and wait for it. Takes no place in the queue.
+        """Run a small work between two rounds of the requests, and wait for it. Takes no place in the queue.
 
         Raises RequestError on the engine's own thread, RequestCancelledError when the engine is closed meanwhile.
         """
@@ -201,35 +199,37 @@ class Engine:
     # the engine's thread ----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Turn by turn, a step of each job; those that ask for a cycle have it together."""
+        """Round by round, a step of each job; those that ask for a cycle have it together."""
         try:
             while self._wait():
-                if (turn := self._turn()) is None:
+                if (current := self._next_round()) is None:
                     self._step(self._calls[0])
                     continue
                 began, asked = time.perf_counter(), dict[Job, Asked]()
-                self.pace.load = max(len(turn.together), 1)
-                for job in (*turn.first, *turn.together):
+                self.pace.load = max(len(current.together), 1)
+                for job in (*current.first, *current.together):
                     try:
-                        step = next(job.steps or self._begin(job), None)
+                        step = next(job.steps or self._begin(job))
+                    except StopIteration:  # of the prompt that it shares
+                        self._split(job)
                     except BaseException as error:
                         self._end(job, error)
                     else:
                         if isinstance(step, Asked):
                             asked[job] = step
                         else:
-                            self._took(job, step)
+                            self._take(job, step)
                 if asked:
                     prompted, outcomes = time.perf_counter(), list[Outcome]()
                     try:
                         outcomes += self.backend.cycles(list(asked.values()))
                     except BaseException as error:  # it ends the cycles of all
                         outcomes += [error, *(another(error) for _ in range(len(asked) - 1))]
-                    self._commit(list(asked), outcomes)
-                    prompt_seconds = prompted - began if turn.first else 0.0
+                    self._deliver(list(asked), outcomes)
+                    prompt_seconds = prompted - began if current.first else 0.0
                     self._owe(prompt_seconds, time.perf_counter() - prompted)
                 # nothing is held while it waits
-                turn = job = step = asked = outcomes = None  # type: ignore[assignment]
+                current = job = step = asked = outcomes = None  # type: ignore[assignment]
         except BaseException as error:  # nobody may wait for an engine that is gone
             self._fail_all(error)
         finally:
@@ -240,29 +240,30 @@ class Engine:
         job.steps = job.begin()
         return job.steps
 
-    def _commit(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> None:
+    def _deliver(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> None:
         """Give each job what became of the cycle that it asked for."""
         self._tell("passed", len(jobs), sum(one.drafts + 1 for one in outcomes if isinstance(one, Cycle)))
         for job, outcome in zip(jobs, outcomes, strict=True):
             assert job.steps is not None
             try:
-                step = given(job.steps, outcome)
+                step = resume(job.steps, outcome)
             except BaseException as error:
                 self._end(job, error)
             else:
                 assert isinstance(step, Step)
-                self._took(job, step)
+                self._take(job, step)
 
-    def _took(self, job: Job, step: Step | None) -> None:
-        """A job has done a step; None: the prompt that it shares is computed, and each of its group goes on alone."""
-        if step is None:
-            self._tell("ended")
-            with self._changed:
-                parted = job.part()
-                self._running = [one for each in self._running for one in (parted if each is job else [each])]
-                for one in parted:
-                    self._start(one)
-            return
+    def _split(self, job: Job) -> None:
+        """The prompt that a job shares is computed: each of its group goes on alone."""
+        self._tell("ended")
+        with self._changed:
+            parted = job.part()
+            self._running = [one for each in self._running for one in (parted if each is job else [each])]
+            for one in parted:
+                self._start(one)
+
+    def _take(self, job: Job, step: Step) -> None:
+        """A job has done a step."""
         self._tell("step", step)
         job.take(step)
         if step.finish_reason is not None:
@@ -328,23 +329,23 @@ class Engine:
         job.answers, job.served = True, time.perf_counter()
         job.ticket.state = "running"
 
-    def _turn(self) -> Turn | None:
-        """The next turn of the requests; None: a call has a step instead.
+    def _next_round(self) -> Round | None:
+        """The next round of the requests; None: a call has a step instead.
 
-        A call that has begun goes on to its end, and between two calls the requests have a turn.
+        A call that has begun goes on to its end, and between two calls the requests have a round.
         """
         if all(job.prompting for job in self._running):
             self._owed = 0.0
-        turn = turn_of(self._running, self.backend.shape.lanes, prompts=self._owed <= 0.0)
-        if turn.ending:
-            return turn
+        found = round_of(self._running, self.backend.shape.lanes, prompts=self._owed <= 0.0)
+        if found.ending:
+            return found
         if self._calls and not (self._called and self._running):
             return None
         self._called = False
-        return turn
+        return found
 
     def _owe(self, prompt_seconds: float, cycle_seconds: float) -> None:
-        """Note the seconds of a turn with a cycle in it; 0 of a prompt where none had a step.
+        """Note the seconds of a round with a cycle in it; 0 of a prompt where none had a step.
 
         An urgent prompt, which asks nobody, leaves no more than its last step to be made up for by others.
         """
@@ -355,7 +356,7 @@ class Engine:
         if not call.begun:
             self._tell("started")
         if not call.step():
-            self._tell("step", _NOTHING)
+            self._tell("step", NO_TOKENS)
             return
         self._tell("ended")
         self._called = True
@@ -400,8 +401,8 @@ class Engine:
             log.exception("the engine was closed on its own thread, and could not let go of its backend")
 
 
-def turn_of(running: Sequence[Job], lanes: int, *, prompts: bool) -> Turn:
-    """The next turn of the jobs. What would end without a pass, and decodes nothing now, ends before all else.
+def round_of(running: Sequence[Job], lanes: int, *, prompts: bool) -> Round:
+    """The next round of the jobs. What would end without a pass, and decodes nothing now, ends before all else.
 
     Of several prompts the most urgent one has a step, of equal ones the one that waits longest; one that is more urgent
     than all that decode has all the time it needs. Others wait without ``prompts``, and while a deadline of one that
@@ -412,12 +413,12 @@ def turn_of(running: Sequence[Job], lanes: int, *, prompts: bool) -> Turn:
     for job in preempted:
         job.rest()
     if ending := [job for job in running if (job.prompting or job in preempted) and job.would_end()]:
-        return Turn(ending, ending=True)
+        return Round(ending, ending=True)
     prompting = sorted((job for job in active if job.prompting), key=lambda job: (-job.priority, job.served))[:1]
     together = [job for job in active if not job.prompting]
     if not prompts or any(job.hurried() for job in together):
         prompting = [job for job in prompting if all(job.priority > other.priority for other in together)]
-    return Turn(prompting, together)
+    return Round(prompting, together)
 
 
 def active_of(running: Sequence[Job], lanes: int) -> list[Job]:

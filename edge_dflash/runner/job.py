@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from edge_dflash.decode.controls import Controls, Pace
 from edge_dflash.decode.generation import collect
-from edge_dflash.decode.loop import Step, Turns, turns
+from edge_dflash.decode.loop import DecodeSteps, Step, decode_steps
 from edge_dflash.decode.session import Session, SessionManager
 from edge_dflash.result import Plan, PlanTimings, json_object, json_value
 from edge_dflash.runner.answer import AnswerReader
@@ -84,14 +84,14 @@ class Job:
 
     # on the engine's thread -------------------------------------------------------------------------------------------
 
-    def begin(self) -> Turns:
+    def begin(self) -> DecodeSteps:
         """The steps of the prompt that it shares, which end with it; else of its answer."""
         self._started = self._started or time.perf_counter()
         if self.siblings:
             return self._shared_prompt(self.group)
-        return turns(self._session, self.request, self.request.controls(self._pace, lambda: self.cancelled))
+        return decode_steps(self._session, self.request, self.request.controls(self._pace, lambda: self.cancelled))
 
-    def _shared_prompt(self, group: Sequence[Job]) -> Turns:
+    def _shared_prompt(self, group: Sequence[Job]) -> DecodeSteps:
         """Compute the prompt but its last token, and leave its state to each of the group."""
         shared, prompt = self._manager.open(), self.request.identities
         if self._manager.find(shared, prompt, counted=False)[0].tokens == len(prompt) - 1:  # each of them finds it
@@ -100,7 +100,7 @@ class Job:
         given_up = Controls(
             deadline=self.deadline, pace=self._pace, cancelled=lambda: all(one.cancelled for one in group)
         )
-        steps = turns(shared, self.request, given_up)
+        steps = decode_steps(shared, self.request, given_up)
         with closing(shared), closing(steps):
             entered = time.perf_counter()
             for step in steps:
@@ -115,7 +115,7 @@ class Job:
         """Itself and its siblings, those that are still wanted, each to go on alone: the prompt is computed."""
         group, self.siblings, self.steps = self.group, (), None
         for one in group:
-            one.prompting = False  # the last token of all is computed in one turn
+            one.prompting = False  # the last token of all is computed in one round
         return [one for one in group if not one.ticket.done]
 
     def rest(self) -> None:

@@ -1,6 +1,6 @@
-"""The queue of requests: by priority, then in turns among callers, then by deadline and arrival; bounded for each.
+"""The queue of requests: by priority, then fairly among callers, then by deadline and arrival; bounded for each.
 
-Turns are those of fair queueing: a caller has been served so many times, one that comes new counts as served once more
+Fair queueing: a caller has been served so many times, one that comes new counts as served once more
 than who was served last, and the caller with the lowest count is next. So a flood of one caller, or of made-up names,
 delays another's request by no more than one of each of them. A caller named ``account/name`` is one of several of an
 account: accounts take turns, then the callers of one; any other caller is an account by itself.
@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 from edge_dflash.errors import QueueFullError
 
-REMEMBERED = 1024  # callers and accounts whose turns are kept
+REMEMBERED = 1024  # callers and accounts whose counts are kept
 
 
 class Waiting(Protocol):
@@ -49,7 +49,7 @@ class Queue(Generic[T]):
         self._of_account = max(self._of_caller, limit - max(1, limit // 4))
         self._waiting: dict[T, int] = {}  # number of its arrival
         self._arrivals = count()
-        self._served: dict[Hashable, int] = {}  # turns of each account, and of each caller in its account
+        self._served: dict[Hashable, int] = {}  # requests served of each account, and of each caller in its account
         self._last: dict[Hashable, int] = {}  # of the account served last, and of each account's caller served last
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class Queue(Generic[T]):
         evicted = self.check(request.priority, request.caller)
         if evicted is not None:
             del self._waiting[evicted]
-        for group, member in _turns(request.caller):
+        for group, member in _memberships(request.caller):
             self._served[member] = max(self._served.get(member, 0), self._last.get(group, -1) + 1)
         self._waiting[request] = next(self._arrivals)
         if len(self._served) > REMEMBERED:
@@ -92,7 +92,7 @@ class Queue(Generic[T]):
         if (one := min(self, key=self._order, default=None)) is None or one.priority <= above:
             return None
         del self._waiting[one]
-        for group, member in _turns(one.caller):
+        for group, member in _memberships(one.caller):
             self._last[group] = self._served[member]
             self._served[member] += 1
         if not self._waiting:
@@ -104,8 +104,8 @@ class Queue(Generic[T]):
         return self._waiting.pop(request, None) is not None
 
     def _order(self, request: T) -> tuple[float, ...]:
-        """Of the request with the lowest it is the turn."""
-        (_, account), (_, caller) = _turns(request.caller)
+        """The request with the lowest is next."""
+        (_, account), (_, caller) = _memberships(request.caller)
         within = self._served[caller] if "/" in request.caller else 0  # other accounts take turns with accounts
         deadline = math.inf if request.deadline is None else request.deadline
         return -request.priority, self._served[account], within, deadline, self._waiting[request]
@@ -116,17 +116,17 @@ class Queue(Generic[T]):
         return request.priority, -of_account, -self._waiting[request]
 
     def _forget(self) -> None:
-        """Forget the turns of those that have nothing waiting."""
-        kept = {key for one in self for pair in _turns(one.caller) for key in pair}
-        self._served = {key: turn for key, turn in self._served.items() if key in kept}
-        self._last = {key: turn for key, turn in self._last.items() if key in kept}
+        """Forget the counts of those that have nothing waiting."""
+        kept = {key for one in self for pair in _memberships(one.caller) for key in pair}
+        self._served = {key: served for key, served in self._served.items() if key in kept}
+        self._last = {key: served for key, served in self._last.items() if key in kept}
 
 
 def _account(caller: str) -> str:
     return caller.partition("/")[0] or caller
 
 
-def _turns(caller: str) -> tuple[tuple[Hashable, Hashable], tuple[Hashable, Hashable]]:
+def _memberships(caller: str) -> tuple[tuple[Hashable, Hashable], tuple[Hashable, Hashable]]:
     """Among whom a caller takes turns, and as whom: its account among all, it itself in its account."""
     account = _account(caller)
     return ("", (account,)), ((account,), (account, caller))

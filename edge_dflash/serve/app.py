@@ -25,7 +25,7 @@ from edge_dflash.serve import bodies, completions, replies
 from edge_dflash.serve.bodies import COUNT, NAME, STRING, exactly
 from edge_dflash.serve.calls import encoded
 from edge_dflash.serve.errors import Refusal, dump, json_response, refusal
-from edge_dflash.serve.limits import Guard, Keys, read_body, turn
+from edge_dflash.serve.limits import Guard, Keys, held_if_large, read_body
 from edge_dflash.serve.logs import RequestLog
 from edge_dflash.serve.metrics import CONTENT_TYPE
 from edge_dflash.serve.openapi import (
@@ -119,7 +119,7 @@ async def encode(service: Service, request: Request) -> ASGIApp:
         parts = (dump(ids[at : at + _PIECE])[1:-1] for at in range(0, len(ids), _PIECE))
         return b'{"tokens":[' + b",".join(parts) + b"]}"
 
-    async with turn(request):
+    async with held_if_large(request):
         return Response(await service.on_thread(made), media_type="application/json")
 
 

@@ -22,7 +22,7 @@ from edge_dflash.runner.stream import PlanStream
 from edge_dflash.serve import bodies
 from edge_dflash.serve.calls import Call, chat_call, check_results, completion_call
 from edge_dflash.serve.errors import Refusal, dump, json_response
-from edge_dflash.serve.limits import SMALL, Read, read_body, turn
+from edge_dflash.serve.limits import SMALL, Read, held_if_large, read_body
 from edge_dflash.serve.openapi import RUNS, STORED, WITH_BODY, operation, ref
 from edge_dflash.serve.replies import Writer
 from edge_dflash.serve.service import Service, log
@@ -102,7 +102,7 @@ class Running:
         watcher = asyncio.create_task(self._watch(receive))
         answer: ASGIApp | None = None
         try:
-            async with turn(self._request):
+            async with held_if_large(self._request):
                 if self._left:
                     raise Refusal("the client went away", status=408, code="disconnected")
                 for stream in self._streams:  # the first begins all; its errors have statuses

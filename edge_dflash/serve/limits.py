@@ -160,14 +160,14 @@ async def read_body(service: Service, request: Request, read: Read) -> Any:
         raise Refusal("the client went away", status=408, code="disconnected") from None
     if len(body) <= SMALL:
         return read(parse_object(body, limits.json_depth), service.config)
-    request.state.turn = service.large
+    request.state.large = service.large
     async with service.large:
         return await service.on_thread(lambda: read(parse_object(body, limits.json_depth), service.config))
 
 
-def turn(request: Request) -> AbstractAsyncContextManager[None]:
-    """What is to be held while more is made of a request's body: its turn among the large ones."""
-    return getattr(request.state, "turn", nullcontext())
+def held_if_large(request: Request) -> AbstractAsyncContextManager[None]:
+    """What is to be held while more is made of a request's body: the semaphore of large ones, if it is one."""
+    return getattr(request.state, "large", nullcontext())
 
 
 async def _bytes(request: Request, limit: int) -> bytes:

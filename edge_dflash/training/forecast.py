@@ -203,10 +203,10 @@ def activation_bytes(drafter: DrafterSpec, run: TrainingRun, tokens: int, width:
     context = run.sequences * tokens
     block = run.anchors * drafter.block_size
     rows = run.sequences * block
-    turns = attention.head_dim * FLOAT  # cosines and sines of a row
-    row = hidden * (4 * FLOAT + 2 * width) + heads * (2 * FLOAT + 2 * width) + kv * 2 * FLOAT + 2 * turns
+    rotary = attention.head_dim * FLOAT  # cosines and sines of a row
+    row = hidden * (4 * FLOAT + 2 * width) + heads * (2 * FLOAT + 2 * width) + kv * 2 * FLOAT + 2 * rotary
     row += width * ROWS_MLP * drafter.intermediate_size
-    keys = (context + rows) * 2 * width * kv + context * (2 * kv * FLOAT + turns)
+    keys = (context + rows) * 2 * width * kv + context * (2 * kv * FLOAT + rotary)
     mask = rows * (tokens + block) * width
     before = context * hidden * (2 * FLOAT + width) + rows * hidden * 3 * FLOAT
     return before + drafter.num_layers * (rows * row + keys + mask)

@@ -193,7 +193,7 @@ def test_without_clusters_each_block_takes_the_same_splits_in_turn(rows):
     found = choose_splits(layout, rows, 90, 132, most_rows=rows, clusters=lambda *block: 0)
     assert isinstance(found, ClusterSplits)
     assert found.splits == choose_splits(layout, rows, 90, 132).splits
-    assert (found.blocks, found.turns) == (132, found.splits)
+    assert (found.blocks, found.serial_parts) == (132, found.splits)
     assert found.kernel == f"linear_cluster_bf16_{rows}_1_{4 if rows == 16 else 2}"
 
 
@@ -204,7 +204,7 @@ def test_a_smaller_cluster_comes_before_parts_in_turn(rows, most_rows, k, most):
         return 132 // blocks if blocks <= most else 0
 
     found = choose_splits(Layout("nvfp4", (2560,), k), rows, 90, 132, most_rows=most_rows, clusters=clusters)
-    assert (found.splits, found.turns) == (most, 1)
+    assert (found.splits, found.serial_parts) == (most, 1)
     assert isinstance(found, HopperSplits) == (most_rows == 16)
 
 
@@ -244,8 +244,8 @@ def test_few_multiprocessors_all_work_whatever_clusters_they_hold(kind, size, sm
         assert found.blocks <= sm_count
         assert found.groups == teams * found.blocks // (1 if "_1_" in found.kernel[-5:] else 2)
         assert found.shared_bytes <= 227 << 10
-        assert found.turns in (1, found.splits)
-        assert found.turns == 1 or found.per_pass > 0
+        assert found.serial_parts in (1, found.splits)
+        assert found.serial_parts == 1 or found.per_pass > 0
         assert share != 0 or found.kernel.endswith(f"_1_{teams}")
         seen.add(found.splits)
     assert seen == {choose_splits(layout, 16, 110, 132).splits}  # neither rows nor the device

@@ -48,10 +48,10 @@ def memory():
 
 
 def made(memory, rope=SIGHTED):
-    turns = RotaryTables(rope, ROWS, LANES, Allocator(memory))
+    tables = RotaryTables(rope, ROWS, LANES, Allocator(memory))
     for lane in range(LANES):
-        turns.shift(memory, lane, 0, 0)
-    return turns
+        tables.shift(memory, lane, 0, 0)
+    return tables
 
 
 def test_pairs_take_turns_among_the_axes():
@@ -63,21 +63,21 @@ def test_pairs_take_turns_among_the_axes():
 
 
 def test_a_target_of_text_has_one_table_for_all_lanes(memory):
-    turns = made(memory, RopeSpec(10000.0, 64))
-    assert turns.rows == 0
-    turns.place(memory, 1, 0, np.zeros((3, 4), np.int32))
-    turns.shift(memory, 1, 2, -2)
-    for pointer, wanted in zip((turns.cosine, turns.sine), rope_table(SIGHTED, ROWS), strict=True):
+    tables = made(memory, RopeSpec(10000.0, 64))
+    assert tables.rows == 0
+    tables.place(memory, 1, 0, np.zeros((3, 4), np.int32))
+    tables.shift(memory, 1, 2, -2)
+    for pointer, wanted in zip((tables.cosine, tables.sine), rope_table(SIGHTED, ROWS), strict=True):
         assert np.array_equal(memory.table(pointer).reshape(wanted.shape), wanted)
 
 
 def test_each_token_of_an_image_turns_by_its_own_positions_and_others_lanes_stay(memory):
-    turns, host = made(memory), rope_table(SIGHTED, ROWS)
+    tables, host = made(memory), rope_table(SIGHTED, ROWS)
     positions = np.array([[4, 4, 4, 4], [4, 4, 5, 5], [4, 5, 4, 5]], np.int32)
-    turns.place(memory, 1, 4, positions)
-    turns.shift(memory, 1, 8, -2)
+    tables.place(memory, 1, 4, positions)
+    tables.shift(memory, 1, 8, -2)
     axes = axes_of(SIGHTED)
-    for pointer, table in zip((turns.cosine, turns.sine), host, strict=True):
+    for pointer, table in zip((tables.cosine, tables.sine), host, strict=True):
         found = memory.table(pointer).reshape(LANES, ROWS, 32)
         assert np.array_equal(found[0], table)
         assert np.array_equal(found[2], table)
@@ -89,22 +89,22 @@ def test_each_token_of_an_image_turns_by_its_own_positions_and_others_lanes_stay
 
 
 def test_a_lane_that_is_used_again_starts_at_its_indices(memory):
-    turns, (cosine, _) = made(memory), rope_table(SIGHTED, ROWS)
-    turns.place(memory, 2, 0, np.zeros((3, 5), np.int32))
-    turns.shift(memory, 2, 5, -4)
-    turns.shift(memory, 2, 0, 0)
-    assert np.array_equal(memory.table(turns.cosine).reshape(LANES, ROWS, 32)[2], cosine)
+    tables, (cosine, _) = made(memory), rope_table(SIGHTED, ROWS)
+    tables.place(memory, 2, 0, np.zeros((3, 5), np.int32))
+    tables.shift(memory, 2, 5, -4)
+    tables.shift(memory, 2, 0, 0)
+    assert np.array_equal(memory.table(tables.cosine).reshape(LANES, ROWS, 32)[2], cosine)
 
 
 def test_a_chunk_that_ends_inside_the_first_image_keeps_its_positions(memory):
     """Behind it the delta is still 0, as before the image."""
-    turns, host = made(memory), rope_table(SIGHTED, ROWS)
-    eyes = Eyes(memory, object(), [turns], None, 0)
+    tables, host = made(memory), rope_table(SIGHTED, ROWS)
+    eyes = Eyes(memory, object(), [tables], None, 0)
     positions = np.array([[0, 1, 2, 2, 2, 2], [0, 1, 2, 2, 3, 3], [0, 1, 2, 3, 2, 3]], np.int32)
     eyes.place(1, 0, Sight(positions[:, :5], 0, ()))
     eyes.place(1, 5, Sight(positions[:, 5:], -2, ()))
     axes = axes_of(SIGHTED)
-    for pointer, table in zip((turns.cosine, turns.sine), host, strict=True):
+    for pointer, table in zip((tables.cosine, tables.sine), host, strict=True):
         found = memory.table(pointer).reshape(LANES, ROWS, 32)[1]
         for row in range(6):
             assert np.array_equal(found[row], [table[positions[axes[pair], row], pair] for pair in range(32)])

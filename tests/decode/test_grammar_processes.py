@@ -38,7 +38,7 @@ from edge_dflash.bench.random_pair import synthetic_tokenizer
 from edge_dflash.decode.controls import ENDLESS, Controls, Interrupted, Patience
 from edge_dflash.decode.generation import generate
 from edge_dflash.decode.grammar import compiled as module
-from edge_dflash.decode.grammar.compiled import Grammar, Grammars, Turns, hold
+from edge_dflash.decode.grammar.compiled import FairSemaphore, Grammar, Grammars, hold
 from edge_dflash.decode.grammar.process import WALL_SECONDS, Child, Link
 from edge_dflash.decode.grammar.schema import schema_json
 from edge_dflash.decode.grammar.walker import Source
@@ -281,10 +281,10 @@ def test_nothing_waits_for_anothers_compiling():
 
 
 def test_one_caller_does_not_take_all_places():
-    turns, order, go = Turns(2, 1), [], threading.Event()
+    compiling, order, go = FairSemaphore(2, 1), [], threading.Event()
 
     def hold_place(caller):
-        with turns.place(caller, ENDLESS):
+        with compiling.place(caller, ENDLESS):
             order.append(caller)
             assert go.wait(60)
 
@@ -292,7 +292,7 @@ def test_one_caller_does_not_take_all_places():
     for thread in threads:
         thread.start()
     until(lambda: sorted(order) == ["a", "b"])
-    with pytest.raises(Interrupted, match="deadline"), turns.place("c", Patience(time.perf_counter() + 0.05)):
+    with pytest.raises(Interrupted, match="deadline"), compiling.place("c", Patience(time.perf_counter() + 0.05)):
         pass
     go.set()
     for thread in threads:

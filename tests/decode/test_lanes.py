@@ -15,7 +15,7 @@ from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.controls import Controls, Interrupted
 from edge_dflash.decode.cycle import host_cycle, host_cycles
 from edge_dflash.decode.generation import decode, generate
-from edge_dflash.decode.loop import Step, turns
+from edge_dflash.decode.loop import Step, decode_steps
 from edge_dflash.decode.options import Options, admit
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.errors import BackendError, RequestError
@@ -144,7 +144,8 @@ def test_who_rests_longest_gives_its_lane_away():
     manager = SessionManager(b)
     first, second, third = (manager.open() for _ in range(3))
     runs = [
-        turns(one, admit(b.shape, (7, 8, 9), Options(max_new_tokens=9)), Controls()) for one in (first, second, third)
+        decode_steps(one, admit(b.shape, (7, 8, 9), Options(max_new_tokens=9)), Controls())
+        for one in (first, second, third)
     ]
     for run in runs[:2]:
         assert isinstance(next(run), Step)
@@ -196,7 +197,7 @@ def test_a_refused_grammar_costs_nobody_else_a_row():
     b = backend(NAME, ENGINE, prefill_chunk=8, lanes=2)
     manager = SessionManager(b)
     neighbour = manager.open()
-    run = turns(neighbour, admit(b.shape, LONG[:20], PLAIN))
+    run = decode_steps(neighbour, admit(b.shape, LONG[:20], PLAIN))
     asked = next(one for one in run if isinstance(one, Asked))
     run.send(b.cycle(asked))
     assert not any(ended_at_its_first_token(manager.open(), LONG[:9], RequestError("the grammar cannot go on")))

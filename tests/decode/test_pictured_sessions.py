@@ -19,7 +19,7 @@ from edge_dflash.decode.controls import Controls, Pace
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.gaze import SeenStore
 from edge_dflash.decode.generation import collect
-from edge_dflash.decode.loop import turns
+from edge_dflash.decode.loop import decode_steps
 from edge_dflash.decode.options import Options, admit
 from edge_dflash.decode.saved import SessionState, adopt
 from edge_dflash.decode.session import SessionManager
@@ -246,7 +246,7 @@ def test_others_may_use_the_lane_while_pictures_are_seen(lost):
     more = going_on(session, OTHER, NEXT)
     alone = FakeBackend(EYES)
     wanted = tokens(SessionManager(alone).open(), more)
-    run = turns(session, admit(eyes.shape, more.ids, FEW, pictures=more.pictures))
+    run = decode_steps(session, admit(eyes.shape, more.ids, FEW, pictures=more.pictures))
     assert next(run).chunk  # the tower ran, and no chunk
     tokens(other, mixed(NEXT, FRAME))
     if lost:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.kernels.linear import Linears
 from edge_dflash.backends.cuda.memory import PADDING, Placement, aligned
-from edge_dflash.backends.cuda.passes import Frame, Pass
+from edge_dflash.backends.cuda.passes import Pass, PassBase
 from edge_dflash.backends.cuda.schedule import Schedule
 from edge_dflash.backends.cuda.steps import Columns, Copy, Head, Multiply, Normalise
 from edge_dflash.backends.cuda.tensorrt.dense import layout_of
@@ -40,7 +40,7 @@ class Expanded:
         self.end += nbytes
 
 
-class SegmentFrame(Frame):
+class SegmentPass(PassBase):
     """A pass of the TensorRT mode; ``steps``: the launches of each run of an engine."""
 
     def __init__(self, common, name, launches, steps):
@@ -93,7 +93,7 @@ class NativeSegments:
         each, layout = self._expanded[name], common.layout
         schedules, places = layout.schedules | {name: each.schedule}, layout.places | {name: each.places}
         beside = replace(common, layout=replace(layout, schedules=schedules, places=places))
-        return SegmentFrame(common, name, Pass(beside, name, self._linears, loaded), each.steps)
+        return SegmentPass(common, name, Pass(beside, name, self._linears, loaded), each.steps)
 
     def _expand(self, layout, name):
         old, rows = layout.schedules[name], max(layout.sizes.of_pass(name), layout.sizes.rows)

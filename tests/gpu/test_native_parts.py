@@ -155,8 +155,8 @@ def test_an_engine_for_twelve_multiprocessors_gives_the_bits_of_one_with_cluster
     monkeypatch.setattr(linear, "choose_splits", lambda *a, **k: asked.append(choose_splits(*a, **k)) or asked[-1])
     backend = native.__wrapped__("hybrid")
     try:
-        assert {1, 2} <= {splits.turns for splits in asked}
-        assert all(splits.turns == splits.splits and splits.blocks <= 12 for splits in asked)
+        assert {1, 2} <= {splits.serial_parts for splits in asked}
+        assert all(splits.serial_parts == splits.splits and splits.blocks <= 12 for splits in asked)
         for found, want in zip(logits_of(backend, ids), wanted, strict=True):
             assert found.tobytes() == want.tobytes()
         check_lossless(backend, ids[:40])

@@ -25,7 +25,7 @@ from edge_dflash.errors import (
 )
 from edge_dflash.planner import Planner
 from edge_dflash.runner.astream import each, finished
-from edge_dflash.runner.engine import Engine, turn_of
+from edge_dflash.runner.engine import Engine, round_of
 from edge_dflash.runner.job import Job
 from edge_dflash.runner.observer import Observer
 from edge_dflash.runner.settings import EngineSettings
@@ -191,31 +191,31 @@ def jobs(*asked):
 
 def test_of_several_prompts_the_most_urgent_then_the_one_that_waits_longest():
     new, old, urgent = jobs((0, True, 2.0), (0, True, 1.0), (3, True, 3.0))
-    assert turn_of([new, old, urgent], 3, prompts=True).first == [urgent]
-    assert turn_of([new, old], 2, prompts=True).first == [old]
+    assert round_of([new, old, urgent], 3, prompts=True).first == [urgent]
+    assert round_of([new, old], 2, prompts=True).first == [old]
     old.served = 4.0
-    assert turn_of([new, old], 2, prompts=True).first == [new]
+    assert round_of([new, old], 2, prompts=True).first == [new]
 
 
 @pytest.mark.parametrize("ends", ["deadline", "cancelled"])
 def test_what_waits_for_another_and_would_end_ends_before_anything_else(ends):
     decoding, first, second, preempted = running = jobs((1, False, 0), (0, True, 1.0), (0, True, 2.0), (-1, False, 0))
-    assert turn_of(running, 3, prompts=True).together == [decoding]
+    assert round_of(running, 3, prompts=True).together == [decoding]
     for job in (second, preempted, decoding):
         job.cancelled = ends == "cancelled"
         job.deadline = time.perf_counter() - 1 if ends == "deadline" else None
-    assert turn_of(running, 3, prompts=True).first == [second, preempted]  # one that decodes asks before its cycle
-    assert turn_of([decoding, first], 3, prompts=True).together == [decoding]
+    assert round_of(running, 3, prompts=True).first == [second, preempted]  # one that decodes asks before its cycle
+    assert round_of([decoding, first], 3, prompts=True).together == [decoding]
 
 
 def test_a_prompt_waits_for_its_share_and_where_a_deadline_is_near_unless_it_is_more_urgent():
     decoding, newcomer, urgent = jobs((0, False, 0), (0, True, 1.0), (1, True, 1.0))
-    assert turn_of([decoding, newcomer], 2, prompts=True).first == [newcomer]
-    assert turn_of([decoding, newcomer], 2, prompts=False).first == []
-    assert turn_of([decoding, urgent], 2, prompts=False).first == [urgent]
+    assert round_of([decoding, newcomer], 2, prompts=True).first == [newcomer]
+    assert round_of([decoding, newcomer], 2, prompts=False).first == []
+    assert round_of([decoding, urgent], 2, prompts=False).first == [urgent]
     decoding.hurried = lambda: True
-    assert turn_of([decoding, newcomer], 2, prompts=True).first == []
-    assert turn_of([decoding, urgent], 2, prompts=True).first == [urgent]
+    assert round_of([decoding, newcomer], 2, prompts=True).first == []
+    assert round_of([decoding, urgent], 2, prompts=True).first == [urgent]
 
 
 def test_prompts_have_their_share_of_the_time():
@@ -239,15 +239,15 @@ def test_what_is_owed_to_cycles_ends_with_the_last_that_decodes_and_calls_wait_f
     engine._calls, engine._called, engine._owed = [], False, 5.0
     decoding, first, second = jobs((0, False, 0), (0, True, 1.0), (0, True, 2.0))
     engine._running = [decoding, first, second]
-    assert engine._turn().first == []
+    assert engine._next_round().first == []
     engine._running = [first, second]
-    assert engine._turn().first == [first]
+    assert engine._next_round().first == [first]
     engine._running = [decoding, first, second]
-    assert engine._turn().first == [first]
+    assert engine._next_round().first == [first]
     engine._calls, second.cancelled = ["one"], True
-    assert engine._turn().first == [second]
+    assert engine._next_round().first == [second]
     engine._running = [decoding, first]
-    assert engine._turn() is None
+    assert engine._next_round() is None
 
 
 # refusals and evictions ----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from edge_dflash.checks.lossless import GivenDrafts
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.generation import decode
-from edge_dflash.decode.loop import given, turns
+from edge_dflash.decode.loop import decode_steps, resume
 from edge_dflash.decode.options import Options, admit
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
@@ -80,7 +80,7 @@ class Mix:
         session = self.manager.open()
         half = len(prompt.ids) // 2
         keep = (half,) if half and pick.random() < 0.3 else ()
-        run = turns(session, admit(self.lanes.shape, prompt.ids, options, (), keep, prompt.pictures))
+        run = decode_steps(session, admit(self.lanes.shape, prompt.ids, options, (), keep, prompt.pictures))
         self.running.append((session, run, prompt, options, []))
 
     def turn(self):
@@ -99,7 +99,7 @@ class Mix:
                 one[4].append(found)
         self.most = max(self.most, len(waiting))
         for (one, _), outcome in zip(waiting, self.lanes.cycles([asked for _, asked in waiting]), strict=True):
-            one[4].append(given(one[1], outcome))
+            one[4].append(resume(one[1], outcome))
 
     def end(self, one):
         """It is over, or its user leaves between two steps."""

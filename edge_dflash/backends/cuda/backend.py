@@ -15,7 +15,7 @@ from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.graphs import Graphs, HostBuffers
 from edge_dflash.backends.cuda.kernels.sample import Chooser
 from edge_dflash.backends.cuda.kernels.small import SlotWords
-from edge_dflash.backends.cuda.loading import Dense, Launches, load
+from edge_dflash.backends.cuda.loading import DenseExecutor, Launches, load
 from edge_dflash.backends.cuda.rows import HostWalk, NativeRows, WalkedRows
 from edge_dflash.backends.cuda.slots import Lane, Slots
 from edge_dflash.backends.cuda.states import Sizes, copy_states, read_states, write_states
@@ -48,7 +48,7 @@ class NativeBackend:
         max_context: int,
         prefill_chunk: int = 512,
         lanes: int = 1,
-        dense: Dense | None = None,
+        dense: DenseExecutor | None = None,
     ) -> None:
         """Load the pair; ``cubin`` gives a compilation unit's cubin for this device, ``dense`` computes the dense ops.
 
@@ -69,8 +69,8 @@ class NativeBackend:
         try:
             self.loaded = load(self.gpu, layout, dense, weights, cubin)
             self.host, buffers = HostBuffers(self.gpu, self.loaded), self.loaded.common.buffers
-            turns = self.loaded.common.states.turns
-            self._eyes = Eyes(self.gpu, self.loaded.tower, turns, buffers.images, layout.vocabulary)
+            rotary = self.loaded.common.states.rotary
+            self._eyes = Eyes(self.gpu, self.loaded.tower, rotary, buffers.images, layout.vocabulary)
             sampler, walker = self.loaded.common.kernels.sampler, self.loaded.common.kernels.walker
             self.chooser = Chooser(self.gpu, sampler, buffers.sampling, buffers.logits, sizes.of_pass("propose"))
             captured = self.gpu, self.loaded, self.host, self.chooser, spec.mask_token_id or 0
@@ -94,12 +94,12 @@ class NativeBackend:
             for slot in range(count):
                 self.chooser.write(GREEDY, 0, [None], slot=slot)
             for graph in graphs.every():
-                self.slots.forget(range(count))
+                self.slots.invalidate(range(count))
                 self.slots.put([SlotWords(lane, rows=1) for lane in range(count)])
                 graph.launch()
             for chooser in (self.chooser, *((self._walk,) if self._walk else ())):
                 chooser.choose(GREEDY, 0, [None], 0, count - 1)
-        self.slots.forget(range(count := max(self.graphs)))
+        self.slots.invalidate(range(count := max(self.graphs)))
         self.host.count(*[(self._shape.verify_rows, 0.0)] * count)
         for lane in range(self._shape.lanes):
             self.reset(lane)
@@ -202,7 +202,7 @@ class NativeBackend:
         joint = [one for one in asked if not _tolerant(one)]
         parts = [joint[first : first + widest] for first in range(0, len(joint), widest)]
         for part in (*parts, *([one] for one in asked if _tolerant(one))):
-            found = {lane: _kept(outcome) for lane, outcome in found.items()}
+            found = {lane: _on_host(outcome) for lane, outcome in found.items()}
             outcomes = [self._host_cycle(part[0])] if _tolerant(part[0]) else DeviceCycle(self, part).run()
             found |= zip((one.lane for one in part), outcomes, strict=True)
         return [found[one.lane] for one in asked]
@@ -306,7 +306,7 @@ class NativeBackend:
     def _left(self, at: Lane, length: int) -> None:
         """What the pass of slot 0 that was just launched leaves of a lane: pending rows were replayed."""
         at.words = at.words._replace(length=length, pending=0)
-        self.slots.left(0, at.words)
+        self.slots.note(0, at.words)
 
 
 def _tolerant(asked: Asked) -> bool:
@@ -314,7 +314,7 @@ def _tolerant(asked: Asked) -> bool:
     return asked.steering is not None and asked.steering.tolerant
 
 
-def _kept(outcome: Outcome) -> Outcome:
+def _on_host(outcome: Outcome) -> Outcome:
     """A cycle whose logits stay when another pass follows."""
     if not isinstance(outcome, Cycle) or outcome.logits is None:
         return outcome

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Turn:
+class _Part:
     """One lane of the cycle, in its slot."""
 
     asked: Asked
@@ -45,45 +45,45 @@ class DeviceCycle:
         self._backend, self._host, self._chooser = backend, backend.host, backend.chooser
         self._graphs = backend.graphs[min(slots for slots in backend.graphs if slots >= len(asked))]
         self._lanes = backend.slots.arrange([one.lane for one in asked], self._graphs.slots)  # below 0: an idle slot
-        self._turns = [
-            _Turn(one, at := backend.lane(one.lane), self._lanes.index(one.lane), at.words.length + 1) for one in asked
+        self._parts = [
+            _Part(one, at := backend.lane(one.lane), self._lanes.index(one.lane), at.words.length + 1) for one in asked
         ]
         self._drafting = backend.shape.drafts > 0 and any(one.drafting for one in asked)
 
     def run(self) -> list[Outcome]:
         """What each lane found, or Interrupted or RequestError of its steering. Nothing of those is to be committed."""
         self._open()
-        if self._drafting and all(turn.asked.steering is None for turn in self._turns):
+        if self._drafting and all(part.asked.steering is None for part in self._parts):
             whole, rows = self._whole()
-            self._forget()
+            self._invalidate()
             whole.of(rows).launch()
             results = self._host.read(rows := whole.most(rows), self._graphs.slots)
-            return [self._found(turn, results[turn.slot], results[turn.slot].counted, rows) for turn in self._turns]
+            return [self._cycle_of(part, results[part.slot], results[part.slot].counted, rows) for part in self._parts]
         began = proposed = time.perf_counter()
         if self._drafting:
             self._propose()
             proposed = time.perf_counter()
-        if any(turn.error is None for turn in self._turns):
+        if any(part.error is None for part in self._parts):
             rows = self._verify()
             free = self._choose()  # while it runs
-        if all(turn.error is not None for turn in self._turns):
-            return [turn.error for turn in self._turns if turn.error is not None]
-        self._forget()
+        if all(part.error is not None for part in self._parts):
+            return [part.error for part in self._parts if part.error is not None]
+        self._invalidate()
         (self._graphs.accept if free else self._graphs.choose).of(rows).launch()
         results = self._host.read(rows, self._graphs.slots)
         ended = time.perf_counter()
         timed = [replace(r, propose_seconds=proposed - began, verify_seconds=ended - proposed) for r in results]
-        return [turn.error or self._found(turn, timed[turn.slot], len(turn.drafts), rows) for turn in self._turns]
+        return [part.error or self._cycle_of(part, timed[part.slot], len(part.drafts), rows) for part in self._parts]
 
     def _open(self) -> None:
         """A new pass of these lanes: what lay open there is dropped."""
         self._backend.gpu.enter()
         self._backend.passes += 1
         words = [IDLE] * len(self._lanes)
-        for turn in self._turns:
-            at = turn.at
-            at.verified, at.words = None, at.words._replace(anchor=turn.asked.anchor)
-            words[turn.slot] = at.words
+        for part in self._parts:
+            at = part.at
+            at.verified, at.words = None, at.words._replace(anchor=part.asked.anchor)
+            words[part.slot] = at.words
         self._backend.slots.put(words)
 
     def _whole(self) -> tuple[ByRows, int]:
@@ -93,12 +93,12 @@ class DeviceCycle:
         """
         most, count = self._backend.shape.drafts, self._graphs.slots
         counts, samplings = [(1, 0.0)] * count, [GREEDY] * count
-        for turn in self._turns:
-            asked = turn.asked
-            counts[turn.slot] = (1 + min(most if asked.drafts is None else asked.drafts, most), asked.threshold)
-            samplings[turn.slot] = asked.sampling
+        for part in self._parts:
+            asked = part.asked
+            counts[part.slot] = (1 + min(most if asked.drafts is None else asked.drafts, most), asked.threshold)
+            samplings[part.slot] = asked.sampling
         by_rows = self._graphs.greedy
-        if any(turn.asked.sampling.temperature > 0.0 or turn.asked.logits for turn in self._turns):
+        if any(part.asked.sampling.temperature > 0.0 or part.asked.logits for part in self._parts):
             self._chooser.prepare(*samplings)
             by_rows = self._graphs.sampled
         self._host.count(*counts)
@@ -107,30 +107,30 @@ class DeviceCycle:
     def _propose(self) -> None:
         """The drafter's pass, and each lane's drafts."""
         self._graphs.propose.launch()
-        for turn in self._turns:
-            if not turn.asked.drafting:
+        for part in self._parts:
+            if not part.asked.drafting:
                 continue
             try:
-                turn.drafts = drafted(turn.asked, self._backend.proposed(turn.slot), turn.position)
+                part.drafts = drafted(part.asked, self._backend.proposed(part.slot), part.position)
             except (Interrupted, RequestError) as error:
-                turn.error = error
+                part.error = error
 
     def _verify(self) -> int:
         """Enqueue the target's pass over anchor and drafts of each slot, the last id again up to the rows returned."""
         backend, verify, slots = self._backend, self._graphs.verify, self._graphs.slots
-        rows = verify.most(1 + max(len(turn.drafts) for turn in self._turns))
+        rows = verify.most(1 + max(len(part.drafts) for part in self._parts))
         backend.passes += 1
         backend.gpu.synchronize()
         ids = self._host.ids[: slots * rows].reshape(-1, rows)
         ids[:] = 0
-        for turn in self._turns:
-            own = [turn.asked.anchor, *turn.drafts]
+        for part in self._parts:
+            own = [part.asked.anchor, *part.drafts]
             backend.check_ids(own)
-            ids[turn.slot] = own + own[-1:] * (rows - len(own))
+            ids[part.slot] = own + own[-1:] * (rows - len(own))
         verify.of(rows).launch()
-        for turn in self._turns:
-            turn.at.words = turn.at.words._replace(pending=0)  # they were replayed
-            backend.slots.left(turn.slot, turn.at.words)
+        for part in self._parts:
+            part.at.words = part.at.words._replace(pending=0)  # they were replayed
+            backend.slots.note(part.slot, part.at.words)
         return rows
 
     def _choose(self) -> bool:
@@ -142,33 +142,33 @@ class DeviceCycle:
         for slot, lane in enumerate(self._lanes):
             if lane < 0:
                 self._chooser.write(GREEDY, 0, [], slot=slot)
-        for turn in self._turns:
-            masks: Sequence[Packed | None] = [None] * (len(turn.drafts) + 1)
-            if turn.asked.steering is not None and turn.error is None:
+        for part in self._parts:
+            masks: Sequence[Packed | None] = [None] * (len(part.drafts) + 1)
+            if part.asked.steering is not None and part.error is None:
                 try:
-                    masks = turn.asked.steering.masks(turn.drafts)
+                    masks = part.asked.steering.masks(part.drafts)
                 except (Interrupted, RequestError) as error:
-                    turn.error, masks = error, [None]
-            self._chooser.write(turn.asked.sampling, turn.position, masks, slot=turn.slot)
-            free &= turn.asked.sampling.temperature == 0.0 and all(mask is None for mask in masks)
+                    part.error, masks = error, [None]
+            self._chooser.write(part.asked.sampling, part.position, masks, slot=part.slot)
+            free &= part.asked.sampling.temperature == 0.0 and all(mask is None for mask in masks)
         return free
 
-    def _forget(self) -> None:
+    def _invalidate(self) -> None:
         """Nothing is known of the slots' control blocks, until it is known what the device committed."""
-        self._backend.slots.forget(turn.slot for turn in self._turns)
+        self._backend.slots.invalidate(part.slot for part in self._parts)
 
-    def _found(self, turn: _Turn, result: Result, drafts: int, rows: int) -> Cycle:
+    def _cycle_of(self, part: _Part, result: Result, drafts: int, rows: int) -> Cycle:
         """Note what the device has committed of a lane; it is real when the backend's ``commit`` has said so."""
-        tokens, at, asked = result.choices[: result.accepted + 1], turn.at, turn.asked
-        if self._graphs.forced and turn.drafts:  # a grammar goes on behind the drafts that stand
-            tokens = (*turn.drafts[: result.accepted], tokens[-1])
+        tokens, at, asked = result.choices[: result.accepted + 1], part.at, part.asked
+        if self._graphs.forced and part.drafts:  # a grammar goes on behind the drafts that stand
+            tokens = (*part.drafts[: result.accepted], tokens[-1])
         count, at.words = len(tokens), at.words._replace(pending=0)
-        left = at.words._replace(length=at.words.length + count, pending=count, anchor=tokens[-1])
-        self._backend.slots.left(turn.slot, left)
+        after = at.words._replace(length=at.words.length + count, pending=count, anchor=tokens[-1])
+        self._backend.slots.note(part.slot, after)
         at.verified = count
         propose_seconds = result.propose_seconds if asked.drafting else 0.0
         found = Cycle(tokens, result.accepted, drafts, propose_seconds, result.verify_seconds)
         if not asked.logits:
             return found
-        own = NativeRows(self._backend, count, 0, self._host.choices, turn.slot, rows)
+        own = NativeRows(self._backend, count, 0, self._host.choices, part.slot, rows)
         return replace(found, logits=own.logits, logprobs=partial(own.logprobs, tokens))

@@ -1,7 +1,7 @@
 """Everything on the device that a pair needs, made once: budget, weights, states, kernels, passes.
 
 The budget is summed up before a byte is loaded. After loading nothing is allocated. How dense ops are computed is a
-:class:`Dense`: here by launches of our kernels over stacks of weights.
+:class:`DenseExecutor`: here by launches of our kernels over stacks of weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from edge_dflash.backends.cuda.kernels.splits import ALONE_ROWS, MOST_ROWS, Stre
 from edge_dflash.backends.cuda.kernels.walk import DeviceWalk
 from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, DevicePointer, Matrix, Placement
 from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, mixes
-from edge_dflash.backends.cuda.passes import Frame, Pass
+from edge_dflash.backends.cuda.passes import Pass, PassBase
 from edge_dflash.backends.cuda.schedule import Schedule, place, schedule
 from edge_dflash.backends.cuda.states import Sizes, States
 from edge_dflash.backends.cuda.steps import Convolve, Head, PassStep, Project
@@ -130,7 +130,7 @@ class Loaded:
 
     common: Common
     memory: Allocator
-    passes: Mapping[str, Frame]
+    passes: Mapping[str, PassBase]
     tower: Tower | None = None  # of a target that sees
 
     @property
@@ -139,7 +139,7 @@ class Loaded:
         return self.passes["verify"].mixtures
 
 
-class Dense(Protocol):
+class DenseExecutor(Protocol):
     """Who computes the dense ops of a pair, and so decides the steps of its passes."""
 
     @property
@@ -159,7 +159,7 @@ class Dense(Protocol):
         """Count the weights, before anything is loaded."""
         ...
 
-    def load(self, memory: Allocator, common: Common) -> Mapping[str, Frame]:
+    def load(self, memory: Allocator, common: Common) -> Mapping[str, PassBase]:
         """Load and count the weights; make the passes of the layout, by name. Raises BackendError."""
         ...
 
@@ -177,7 +177,7 @@ class Dense(Protocol):
 
 
 class Launches:
-    """:class:`Dense` by launches of our kernels.
+    """:class:`DenseExecutor` by launches of our kernels.
 
     ``cubin`` gives a compilation unit's cubin for this device; tensors ``kept`` can be read behind a prefill.
     """
@@ -231,7 +231,7 @@ class Launches:
         if self._mixes:
             count_mixtures(memory, self._mixes, self._most_rows)
 
-    def load(self, memory: Allocator, common: Common) -> dict[str, Frame]:
+    def load(self, memory: Allocator, common: Common) -> dict[str, PassBase]:
         """Bring the stacks to the device."""
         loaded = {}
         for key, stack in self._stacks.items():
@@ -259,7 +259,9 @@ def _purpose(stack: Stack) -> str:
     return f"{stack.names[0].partition('.')[0]} weights"
 
 
-def load(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, cubin: Callable[[str], bytes]) -> Loaded:
+def load(
+    gpu: Gpu, layout: DeviceLayout, dense: DenseExecutor, weights: NativeWeights, cubin: Callable[[str], bytes]
+) -> Loaded:
     """Allocate and fill everything. Raises BackendError, naming the largest parts, when it does not fit."""
     scratch = dense.open(gpu, layout)
     _check_budget(gpu, layout, dense, weights, scratch)
@@ -292,7 +294,7 @@ def load(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, c
     return Loaded(common, memory, passes, dense.load_tower(memory, layout.tower) if layout.tower else None)
 
 
-def _check_budget(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, scratch: int) -> None:
+def _check_budget(gpu: Gpu, layout: DeviceLayout, dense: DenseExecutor, weights: NativeWeights, scratch: int) -> None:
     memory = Allocator(None)
     states = _states(layout, weights, memory)
     _put_norms(layout, states)

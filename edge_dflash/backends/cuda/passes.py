@@ -1,7 +1,7 @@
 """One pass of a loaded pair: a Schedule as calls of the kernel faces, over one arena.
 
-The head's ids and logits lie outside the arena, because they outlive the pass. :class:`Frame` is what every pass needs,
-whoever computes its dense ops; :class:`Pass` computes them by launches. Enqueues only; allocates nothing.
+The head's ids and logits lie outside the arena, because they outlive the pass. :class:`PassBase` is what every pass
+needs, whoever computes its dense ops; :class:`Pass` computes them by launches. Enqueues only; allocates nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from edge_dflash.backends.cuda.loading import Common
 
 
-class Frame(ABC):
+class PassBase(ABC):
     """One pass, ready to be enqueued: its tensors, and every kernel but those of linears and what engines hold."""
 
     def __init__(self, common: Common, name: str, mixtures: Mixtures | None = None) -> None:
@@ -42,7 +42,7 @@ class Frame(ABC):
         self.words = Words(buffers.control, self.prefill, block)
         self.choices = buffers.drafts if name == "propose" else buffers.choices
 
-    def narrow(self, rows: int, slots: int = 1) -> Frame:
+    def narrow(self, rows: int, slots: int = 1) -> PassBase:
         """The pass over ``rows`` rows of each of so many slots, if it is there for other rows than all; else itself."""
         return self
 
@@ -154,7 +154,7 @@ def _appends(step: PassStep) -> bool:
     return isinstance(step, steps.State) and isinstance(step.op, ops.KvAppend)
 
 
-class Pass(Frame):
+class Pass(PassBase):
     """A pass whose dense ops are launches over stacks of weights, by the stack's key."""
 
     def __init__(
@@ -170,7 +170,7 @@ class Pass(Frame):
         self._in_blocks = {} if self.prefill else strides_of_blocks(self.schedule, self._window)
 
     def narrow(self, rows: int, slots: int = 1) -> Pass:
-        """See :class:`Frame`. Linears take the rows of a tile all the same."""
+        """See :class:`PassBase`. Linears take the rows of a tile all the same."""
         narrowed = copy.copy(self)
         narrowed.rows, narrowed.words = slots * rows, replace(self.words, block=rows, slots=slots)
         if slots > 1:  # kernels of more rows may read another order

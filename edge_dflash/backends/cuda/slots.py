@@ -46,11 +46,11 @@ class Slots:
             for slot, words in changed.items():
                 self._known[slot] = words._replace(rows=0)
 
-    def left(self, slot: int, words: SlotWords) -> None:
+    def note(self, slot: int, words: SlotWords) -> None:
         """What a pass or cycle of a lane has left in a slot."""
         self._known[slot] = words
 
-    def forget(self, slots: Iterable[int]) -> None:
+    def invalidate(self, slots: Iterable[int]) -> None:
         """Nothing is known of these slots, until it is known what a cycle has committed."""
         for slot in slots:
             self._known[slot] = None

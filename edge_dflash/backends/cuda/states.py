@@ -57,7 +57,7 @@ class States:
         memory: Allocator,
     ) -> None:
         self._precision, self._sizes, self._memory, self._vector = precision, sizes, memory, vector
-        self._turns: dict[RopeSpec, RotaryTables] = {}
+        self._rotary: dict[RopeSpec, RotaryTables] = {}
         self.norms: dict[tuple[str, bool], DevicePointer] = {}
         self.shapes: dict[str, AttendShape] = {}
         self.kv: dict[str, KvMemory] = {}
@@ -91,9 +91,9 @@ class States:
         return max((s.scratch_bytes for s in shapes), default=0), max((s.counter_bytes for s in shapes), default=0)
 
     @property
-    def turns(self) -> Sequence[RotaryTables]:
+    def rotary(self) -> Sequence[RotaryTables]:
         """Rotary tables."""
-        return tuple(self._turns.values())
+        return tuple(self._rotary.values())
 
     def zero(self, fill: Callable[[DevicePointer], None], lane: int) -> None:
         """Empty a lane's recurrent states."""
@@ -119,8 +119,8 @@ class States:
             kv=kv,
             lanes=self._sizes.lanes,
         )
-        if (turns := self._turns.get(op.rope)) is None:
-            turns = self._turns[op.rope] = RotaryTables(op.rope, shape.kv_rows, shape.lanes, self._memory)
+        if (tables := self._rotary.get(op.rope)) is None:
+            tables = self._rotary[op.rope] = RotaryTables(op.rope, shape.kv_rows, shape.lanes, self._memory)
         k_scale, v_scale = scales if kv == "fp8" else (1.0, 1.0)
         self.shapes[op.state] = shape
         self.kv[op.state] = KvMemory(
@@ -130,9 +130,9 @@ class States:
             v_scale=v_scale,
             k_norm=self.norm(op.k_norm, plus_one=op.plus_one),
             q_norm=self.norm(op.q_norm, plus_one=op.plus_one),
-            cosine=turns.cosine,
-            sine=turns.sine,
-            turn_rows=turns.rows,
+            cosine=tables.cosine,
+            sine=tables.sine,
+            turn_rows=tables.rows,
         )
 
     def _add_delta(self, op: GatedDelta) -> None:

@@ -59,7 +59,7 @@ class Places(PassStep):
 
 @dataclass(frozen=True)
 class Looked(PassStep):
-    """Queries and keys turn in place, then every row attends to all. Reads (qkv); writes (attended)."""
+    """Queries and keys are rotated in place, then every row attends to all. Reads (qkv); writes (attended)."""
 
     op: FrameAttend
 
@@ -292,14 +292,14 @@ class Tower:
 class Eyes:
     """The tower of a loaded pair, and what images change on the device; without a tower, text alone.
 
-    Rows of a picture stand in a prompt's chunk in the place of embeddings, and tokens turn by other positions.
+    Rows of a picture stand in a prompt's chunk in the place of embeddings, and tokens are rotated by other positions.
     """
 
     def __init__(
-        self, gpu: Gpu, tower: Tower | None, turns: Sequence[RotaryTables], images: DevicePointer, vocabulary: int
+        self, gpu: Gpu, tower: Tower | None, rotary: Sequence[RotaryTables], images: DevicePointer, vocabulary: int
     ) -> None:
         """``images``: rows of a prefill chunk, behind ``vocabulary``."""
-        self._gpu, self._tower, self._turns = gpu, tower, turns
+        self._gpu, self._tower, self._rotary = gpu, tower, rotary
         self._images, self._vocabulary = images, vocabulary
 
     def see(self, picture: Picture) -> HostRows:
@@ -312,14 +312,14 @@ class Eyes:
         """Tokens from index ``first`` of a lane on are where ``sight`` says. Raises BackendError without a tower."""
         if self._tower is None:
             raise no_tower()
-        for turns in self._turns:
-            turns.place(self._gpu, lane, first, sight.positions)
-            turns.shift(self._gpu, lane, first + sight.positions.shape[1], sight.delta)
+        for tables in self._rotary:
+            tables.place(self._gpu, lane, first, sight.positions)
+            tables.shift(self._gpu, lane, first + sight.positions.shape[1], sight.delta)
 
     def shift(self, lane: int, first: int, delta: int) -> None:
         """Tokens from index ``first`` of a lane on are at their index + ``delta``."""
-        for turns in self._turns:
-            turns.shift(self._gpu, lane, first if delta else 0, delta)
+        for tables in self._rotary:
+            tables.shift(self._gpu, lane, first if delta else 0, delta)
 
     def fill(self, ids: Array, first: int, sight: Sight) -> None:
         """Bring the images' rows of a pass to the device: rows ``first``, ... of the sight, whose ``ids`` these are.

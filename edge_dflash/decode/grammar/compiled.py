@@ -147,7 +147,7 @@ class GrammarConstraint:
         raise RequestError("the grammar's processes end as soon as they begin; look for who ends them")
 
 
-class Turns:
+class FairSemaphore:
     """Who may do something now: ``places`` in all, ``share`` of them for each caller."""
 
     def __init__(self, places: int, share: int) -> None:
@@ -171,7 +171,7 @@ class Turns:
                 self._changed.notify_all()
 
 
-_TURNS = Turns(4, 2)  # of compiling: a board has 6 to 14 cores, and what compiles gives way to all else
+_COMPILING = FairSemaphore(4, 2)  # a board has 6 to 14 cores, and what compiles gives way to all else
 
 
 class Grammars:
@@ -231,7 +231,7 @@ class Grammars:
                 self._zygote.close()
 
     def _compiled(self, source: Source, patience: Patience, caller: str) -> Child:
-        with _TURNS.place(caller, patience):
+        with _COMPILING.place(caller, patience):
             for _ in range(TRIES):
                 with contextlib.suppress(Died):  # with its zygote
                     return Child(self.start(), source, self._bounds, patience)

@@ -291,12 +291,12 @@ class Attention:
         heads, warps = shape.heads + 2 * shape.kv_heads, _THREADS // 32
         arguments = _PREPARE(*records, **given, q_out=queries)
         self._gpu.launch(self._prepare, (-(-heads // warps), rows, words.slots), _THREADS, arguments, overlap=True)
-        turns = (1, shape.tiles(True)) if words.prefill else (form.splits, words.slots)
+        rest = (1, shape.tiles(True)) if words.prefill else (form.splits, words.slots)
         if wide and not words.prefill:  # the live splits of all slots are the first blocks
-            turns = (words.slots, max(1, form.splits // words.slots))
+            rest = (words.slots, max(1, form.splits // words.slots))
         self._gpu.launch(
             form.kernels[several],
-            (shape.kv_heads * form.row_blocks, *turns),
+            (shape.kv_heads * form.row_blocks, *rest),
             form.threads,
             (_WIDE_ATTEND if wide else _ATTEND)(*records, **given, q=queries),
             shared_bytes=form.shared_bytes,

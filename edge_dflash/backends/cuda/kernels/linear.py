@@ -118,7 +118,7 @@ class Linears:
         if side is not None:
             if side.layout.format != "bf16" or side.layout.swiglu or side.layout.k != layout.k:
                 raise ValueError(f"a side stack is plain BF16 on the same {layout.k} inputs, found {side.layout}")
-            beside = job_of(side, x, side_out, (splits.turns, side.layout.units, 1))
+            beside = job_of(side, x, side_out, (splits.serial_parts, side.layout.units, 1))
         self._launch(splits, rows, job_of(weights, x, out, splits.shares, residual=residual), beside)
 
     def split_linear(

@@ -136,7 +136,7 @@ class Splits:
         return self.splits, self.groups, self.per_pass
 
     @property
-    def turns(self) -> int:
+    def serial_parts(self) -> int:
         """Parts of K that a block takes one after the other."""
         return 1
 
@@ -222,7 +222,7 @@ class ClusterSplits(Splits):
     """
 
     @property
-    def turns(self) -> int:
+    def serial_parts(self) -> int:
         """See :class:`Splits`."""
         return self.splits if self.per_pass else 1
 

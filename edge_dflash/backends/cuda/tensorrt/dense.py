@@ -17,7 +17,7 @@ from edge_dflash.backends.cuda.kernels.tower import check_tower, most_patches
 from edge_dflash.backends.cuda.loading import Common, DeviceLayout
 from edge_dflash.backends.cuda.memory import Allocator, DevicePointer, Placement, aligned
 from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, mixes
-from edge_dflash.backends.cuda.passes import Frame
+from edge_dflash.backends.cuda.passes import PassBase
 from edge_dflash.backends.cuda.schedule import place
 from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.cuda.steps import PassStep
@@ -63,7 +63,7 @@ def layout_of(programs: PairPrograms, precision: Precision, sizes: Sizes, pair: 
     return DeviceLayout(programs, precision, sizes, pair.schedules, places, arena)
 
 
-class EngineFrame(Frame):
+class EnginePass(PassBase):
     """A pass with engines; each is enqueued once when it is made, over whatever lies in the arena."""
 
     def __init__(self, common: Common, name: str, mixtures: Mixtures | None, engines: Engines) -> None:
@@ -89,7 +89,7 @@ class EngineFrame(Frame):
 
 
 class EngineOps:
-    """:class:`~edge_dflash.backends.cuda.loading.Dense` of engines in files, by path in the bundle.
+    """:class:`~edge_dflash.backends.cuda.loading.DenseExecutor` of engines in files, by path in the bundle.
 
     ``weights`` and ``cubin``: of the experts, which are the native kernels'.
     """
@@ -146,7 +146,7 @@ class EngineOps:
             purpose = "drafter weights" if "/drafter-" in name else "target weights"
             memory.count(PURPOSE if name == engine_file(TOWER) else purpose, path.stat().st_size)
 
-    def load(self, memory: Allocator, common: Common) -> dict[str, Frame]:
+    def load(self, memory: Allocator, common: Common) -> dict[str, PassBase]:
         """Read all engines, and bind a context for each use of one."""
         engines = self._engines
         assert engines is not None
@@ -157,7 +157,7 @@ class EngineOps:
         if self._mixes:
             kernels = ExpertKernels(self._gpu, self._cubin)
             mixtures = Mixtures(self._gpu, kernels, self._weights, memory, self._mixes, self._most_rows)
-        return {name: EngineFrame(common, name, mixtures, engines) for name in common.layout.schedules}
+        return {name: EnginePass(common, name, mixtures, engines) for name in common.layout.schedules}
 
     def load_tower(self, memory: Allocator, layout: TowerLayout) -> Tower:
         """Bind a context of the tower's engine."""
