@@ -1,8 +1,7 @@
 """Mixtures of experts without a device: kernels and their arguments, launches, what is refused."""
 
-from types import SimpleNamespace
-
 import pytest
+from native_support import Recorder
 
 from edge_dflash.backends.cuda.kernels.experts import (
     TILES,
@@ -21,18 +20,19 @@ SHAPE = ExpertsShape(2048, 256, 8, 512, 1, True, "nvfp4", "nvfp4")
 FORMATS = ("nvfp4", "fp8", "bf16")
 
 
-class Gpu:
-    """Remembers launches."""
+class Gpu(Recorder):
+    """Every launch may begin under the one before, with no more shared memory than its kernel was loaded with."""
 
     def __init__(self, sm=90, sm_count=132):
-        self.sm, self.sm_count, self.launches, self.most = sm, sm_count, [], {}
+        super().__init__(sm)
+        self.sm_count, self.most = sm_count, {}
 
     def load(self, cubin):
         return self
 
     def kernel(self, name, *, shared_bytes=0):
         self.most[name] = shared_bytes or 48 << 10
-        return SimpleNamespace(name=name)
+        return super().kernel(name)
 
     def prefer_shared(self, kernel):
         pass
@@ -40,7 +40,7 @@ class Gpu:
     def launch(self, kernel, grid, block, arguments, *, shared_bytes=0, overlap=False):
         assert overlap
         assert shared_bytes <= self.most[kernel.name]
-        self.launches.append((kernel.name, grid, block, shared_bytes, arguments))
+        super().launch(kernel, grid, block, arguments, shared_bytes=shared_bytes)
 
 
 def run(gpu, rows, shape=SHAPE, **options):
@@ -60,7 +60,7 @@ def test_blocks_fit_every_architecture(arch, form, rows):
     products = [one for one in run(Gpu(sm, 48), rows, shape) if "_up_" in one[0] or "_down_" in one[0]]
     tile = 16 if rows > 256 and block_shared(sm) > 200 << 10 else 8
     assert [one[0] for one in products] == [f"experts_{w}_{form}_{tile}" for w in ("up", "down")]
-    for _, grid, threads, shared, _ in products:
+    for _, grid, threads, _, shared in products:
         assert (threads, grid[0] % 48) == (256, 0)
         assert grid[0] // 48 * (shared + 1024) <= block_shared(sm) + 1024
 

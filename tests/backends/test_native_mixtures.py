@@ -74,18 +74,10 @@ def test_up_and_down_may_have_formats_of_their_own_and_the_experts_of_a_layer_on
         load(monkeypatch, ControlGpu(), experts__3__gate_proj="fp8")
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        (replace(SPEC, shared_intermediate=48), "a shared expert as wide as some of the others together"),
-        (replace(SPEC, count=600), "at most 16 of at most 512"),
-        (replace(SPEC, count=20, chosen=17), "a row chooses 17 of 20 experts"),
-    ],
-)
-def test_what_the_kernels_do_not_take_is_refused_before_anything_is_loaded(monkeypatch, spec, words):
+def test_what_the_kernels_do_not_take_is_refused_before_anything_is_loaded(monkeypatch):
     gpu = ControlGpu()
-    with pytest.raises(BackendError, match=words):
-        load(monkeypatch, gpu, spec)
+    with pytest.raises(BackendError, match="a row chooses 17 of 20 experts"):
+        load(monkeypatch, gpu, replace(SPEC, count=20, chosen=17))
     assert gpu.allocations == 0
 
 

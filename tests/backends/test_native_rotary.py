@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from native_support import FakeGpu
 
-from edge_dflash.backends.cuda.memory import Allocator, DevicePointer
+from edge_dflash.backends.cuda.memory import Allocator
 from edge_dflash.backends.cuda.rotary import RotaryTables, axes_of, rope_table
 from edge_dflash.backends.cuda.tower import Eyes
 from edge_dflash.model.specs import RopeSpec
@@ -15,31 +16,16 @@ SIGHTED = RopeSpec(10000.0, 64, mrope_section=(11, 11, 10))
 ROWS, LANES = 40, 3
 
 
-class Memory:
+class Memory(FakeGpu):
     """What RotaryTables asks of a Gpu."""
-
-    def __init__(self):
-        self.bytes = np.zeros(1 << 20, np.uint8)
-        self.used = 256
-
-    def allocate(self, nbytes):
-        pointer = DevicePointer(self.used, nbytes)
-        self.used += nbytes
-        return pointer
-
-    def write(self, pointer, array):
-        assert array.nbytes <= pointer.nbytes
-        self.bytes[pointer.address : pointer.address + array.nbytes] = (
-            np.ascontiguousarray(array).view(np.uint8).ravel()
-        )
 
     def copy(self, source, target, rows, pitch, nbytes):
         assert rows == 1
         assert min(source.nbytes, target.nbytes) >= nbytes
-        self.bytes[target.address : target.address + nbytes] = self.bytes[source.address : source.address + nbytes]
+        self.write(target, self.bytes_of(source)[:nbytes])
 
     def table(self, pointer):
-        return self.bytes[pointer.address : pointer.address + pointer.nbytes].view(np.float32)
+        return self.bytes_of(pointer).view(np.float32)
 
 
 @pytest.fixture

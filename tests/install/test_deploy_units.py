@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from native_support import formats_of, write_native_bundle
 
-from edge_dflash import errors
 from edge_dflash.checks.doctor import INSTALLED, SERVICE
 from edge_dflash.common.files import directory
 from edge_dflash.install.host import FILES, UNIT
@@ -75,14 +74,6 @@ def test_the_protocol_with_systemd(service):
     assert unit["Requires"] == ["edge-dflash-finish.service"]
     assert "edge-dflash-finish.service" in unit["After"][0].split()
     assert service["Install"]["WantedBy"] == ["multi-user.target"]
-
-
-def test_errors_that_stay_are_not_tried_again(service):
-    """Wrong usage, configuration, bundle, self-test; a backend may find more memory the next time."""
-    never = {int(code) for code in service["Service"]["RestartPreventExitStatus"][0].split()}
-    lasting = {errors.ConfigError, errors.RecipeError, errors.BundleError, errors.VerificationError}
-    assert never == {2} | {kind.exit_code for kind in lasting}
-    assert errors.BackendError.exit_code not in never
 
 
 def test_a_stop_lasts_longer_than_the_service_drains(service):

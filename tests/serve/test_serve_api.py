@@ -24,16 +24,6 @@ def client(service):
         yield client
 
 
-def scripted(tmp_path, answer):
-    """A service whose model answers this to HELLO."""
-    service = fake_service(tmp_path)
-    ids = service.planner.encode(HELLO)
-    words = service.planner.tokenizer
-    service.close()
-    backend = FakeBackend(TEXT_SHAPE, script=[*words.encode(answer), words.eos_token_id], script_at=len(ids))
-    return fake_service(tmp_path, backend)
-
-
 def test_a_chat_is_the_plan(service, client):
     plan = service.planner.plan(HELLO, max_new_tokens=20)
     reply = client.post(CHAT, json={"model": "fake", "messages": HELLO, "max_tokens": 20}).json()
@@ -103,23 +93,6 @@ def test_seeds_decide_and_are_told(client):
     assert again["choices"][0]["message"] == drawn["choices"][0]["message"]
     others = {client.post(CHAT, json=body).json()["edge_dflash"]["seed"] for _ in range(4)}
     assert len(others) == 4
-
-
-def test_stop_texts_end_the_answer(tmp_path):
-    service = scripted(tmp_path, "go to the hall. then stop")
-    with client_of(service) as client:
-        reply = client.post(CHAT, json={"messages": HELLO, "stop": ". "}).json()
-        choice = reply["choices"][0]
-        assert (choice["message"]["content"], choice["finish_reason"]) == ("go to the hall", "stop")
-    service.close()
-
-
-def test_a_schema_is_obeyed(client):
-    schema = {"type": "object", "properties": {"go": {"enum": ["left", "right"]}}, "required": ["go"]}
-    schema["additionalProperties"] = False
-    form = {"type": "json_schema", "json_schema": {"name": "way", "schema": schema, "strict": True}}
-    reply = client.post(CHAT, json={"messages": HELLO, "response_format": form}).json()
-    assert json.loads(reply["choices"][0]["message"]["content"])["go"] in ("left", "right")
 
 
 def test_a_deadline_that_has_passed_gives_nothing_and_says_so(client):

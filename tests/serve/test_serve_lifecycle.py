@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 import threading
 import time
@@ -11,14 +10,14 @@ import time
 import pytest
 from fakes import FakeBackend
 from planner_support import Gate, Slow
-from service_support import TEXT_SHAPE, client_of, config_for, fake_service
+from service_support import TEXT_SHAPE, client_of, fake_service
 
 from edge_dflash.board.state import BoardState, EnergyMeter
 from edge_dflash.decode.loop import Step
 from edge_dflash.serve import service as service_module
 from edge_dflash.serve.metrics import Metrics, Watcher
-from edge_dflash.serve.server import listen_sockets, logged
-from edge_dflash.serve.service import Service, SystemdNotifier
+from edge_dflash.serve.server import listen_sockets
+from edge_dflash.serve.service import SystemdNotifier
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -170,12 +169,6 @@ def draining(tmp_path, drain, **options):
     return replies[0], notifier
 
 
-def test_a_stop_lets_the_running_request_end(tmp_path):
-    reply, notifier = draining(tmp_path, 20.0)
-    assert reply.json()["edge_dflash"]["finish_reason"] == "length"
-    assert notifier.said[0] == "STOPPING"
-
-
 def test_a_stop_cuts_what_takes_too_long_and_saves_its_session(tmp_path):
     reply, _ = draining(tmp_path, 0.1, edge_dflash={"session": "hall"})
     body = reply.json()
@@ -206,25 +199,3 @@ def test_a_reload_saves_sessions_also_the_one_whose_turn_runs(tmp_path, start):
         "kitchen.session",
     ]
     assert [said for said in notifier.said if said.isupper()] == ["RELOADING", "READY"]
-
-
-def test_a_reload_writes_nothing_where_nothing_may_be(tmp_path, start):
-    service, client = start(sessions={"save": "never"})
-    notifier = service.notifier = Recorder()
-    ask(client, [], max_tokens=2, edge_dflash={"session": "hall"})
-    client.portal.call(service.reload)
-    assert notifier.said == ["RELOADING", "READY"]
-    assert not (tmp_path / "state").exists()
-
-
-def test_the_status_and_the_log_say_what_is_loaded(demo_bundle, tmp_path, caplog):
-    service = Service(config_for(tmp_path, service={"bundle": str(demo_bundle)}), Recorder())
-    asyncio.run(service.reload())  # which says nothing while it loads
-    with caplog.at_level("INFO", "edge_dflash.serve"), logged("opening it") as show:
-        service.load(show)
-    service.open_doors()
-    service.close()
-    said = [f"loading fake: {stage}" for stage in ("checking files", "loading", "self-test")]
-    assert service.notifier.said == [*said, "READY", "serving fake"]
-    logged_lines = ["opening it", "checking files, MB", "loading", "self-test"]
-    assert [re.sub(r"[\d.]+ MB", "MB", line) for line in caplog.messages] == logged_lines

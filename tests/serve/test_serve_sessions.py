@@ -54,23 +54,6 @@ def test_a_saved_session_is_there_after_a_restart(start, tmp_path):
     assert files(tmp_path) == ["copy.session"]
 
 
-def test_every_turn_is_saved_if_that_is_wanted(start, tmp_path):
-    _, client = start(sessions={"save": "turn"})
-    before = turn(client, "hall").json()
-    assert files(tmp_path) == ["hall.session"]
-    _, client = start()
-    assert turn(client, "hall").json()["usage"]["prompt_tokens"] > before["usage"]["total_tokens"]
-
-
-def test_an_answer_whose_session_cannot_be_saved_is_given_and_says_so(start, tmp_path):
-    _, client = start(sessions={"save": "turn"}, limits={"saved_sessions": 0})
-    reply = turn(client, "hall").json()
-    assert reply["usage"]["completion_tokens"] == 4
-    assert "the limit is 0" in reply["edge_dflash"]["session_error"]
-    assert "session_error" not in turn(client, None).json()["edge_dflash"]
-    assert files(tmp_path) == []
-
-
 def test_nothing_is_written_where_nothing_may_be(start, tmp_path):
     service, client = start(sessions={"save": "never"}, limits={"sessions": 2})
     for name in ("a", "b"):
@@ -90,16 +73,6 @@ def test_sessions_used_longest_ago_make_room_and_come_back(start, tmp_path):
     assert files(tmp_path) == ["a.session"]
     assert turn(client, "a").json()["usage"]["prompt_tokens"] > tokens["a"]
     assert files(tmp_path) == ["a.session", "b.session"]
-
-
-def test_the_directory_has_a_limit(start, tmp_path):
-    _, client = start(limits={"saved_sessions": 1})
-    for name in ("a", "b"):
-        turn(client, name)
-    assert client.post(f"{SESSIONS}/a/save", json={}).is_success
-    assert client.post(f"{SESSIONS}/b/save", json={}).json()["error"]["code"] == "session_limit"
-    assert client.post(f"{SESSIONS}/a/save", json={}).is_success
-    assert files(tmp_path) == ["a.session"]
 
 
 def test_forks_go_their_own_way(start):

@@ -1,15 +1,12 @@
 """What the real clients get from a service: the ``openai`` package and ``curl``, over the Unix socket and over TCP.
 
-Run as ``python tests/support/conformance.py BUNDLE``, it starts a service of that bundle (the demo's), checks
-everything on every way in, prints a table, and exits with 1 if anything failed. Tools are checked on a scripted model,
-because the demo's template takes none.
+Tools are checked on a scripted model, because the demo's template takes none.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -107,24 +104,6 @@ def chat_stream(way: Way) -> None:
         assert text == whole.choices[0].message.content
         assert chunks[-1].usage == whole.usage
         assert chunks[-2].choices[0].finish_reason == "length"
-
-
-def logprobs(way: Way) -> None:
-    with way.openai() as client:
-        asked = {"model": "demo", "messages": TASK, "max_tokens": 12, "logprobs": True, "top_logprobs": 3}
-        found = []
-        for plain in ({}, PLAIN):
-            reply = client.chat.completions.create(**asked, extra_body=plain)
-            found.append(reply.choices[0].logprobs.content)
-        chunks = client.chat.completions.create(**asked, stream=True)
-        found.append([one for chunk in chunks if (part := chunk.choices[0].logprobs) for one in part.content])
-        assert found[0] == found[1] == found[2]
-        text = b"".join(bytes(one.bytes) for one in found[0]).decode()
-        assert text == reply.choices[0].message.content
-        assert all(one.top_logprobs[0].logprob == one.logprob <= 0 for one in found[0])  # greedy
-        listed = client.completions.create(model="demo", prompt="{", max_tokens=6, logprobs=2).choices[0].logprobs
-        assert {len(one) for one in (listed.tokens, listed.token_logprobs, listed.text_offset)} == {6}
-        refused(openai.BadRequestError, lambda: client.chat.completions.create(**asked | {"logprobs": False}))
 
 
 def json_schema(way: Way) -> None:
@@ -252,24 +231,12 @@ def wrong_key(way: Way) -> None:
 # curl -----------------------------------------------------------------------------------------------------------------
 
 
-def curl_chat(way: Way) -> None:
-    status, text, _ = way.curl(CHAT, {"model": "demo", "messages": TASK, "max_tokens": 6})
-    assert status == 200
-    assert json.loads(text)["usage"]["completion_tokens"] == 6
-
-
 def curl_stream(way: Way) -> None:
     status, text, _ = way.curl(CHAT, {"messages": TASK, "max_tokens": 6, "stream": True})
     assert status == 200
     data = [line for line in text.split("\n\n") if line]
     assert data[-1] == "data: [DONE]"
     assert all(json.loads(line.removeprefix("data: "))["object"] == "chat.completion.chunk" for line in data[:-1])
-
-
-def curl_json_schema(way: Way) -> None:
-    status, text, _ = way.curl(CHAT, {"messages": TASK, "response_format": FORM})
-    assert status == 200
-    assert set(json.loads(json.loads(text)["choices"][0]["message"]["content"])) == {"action", "target"}
 
 
 def curl_cancel(way: Way) -> None:
@@ -298,39 +265,12 @@ def curl_health(way: Way) -> None:
         assert way.curl(path)[0] == 200
 
 
-OPENAI = (models, chat, chat_stream, logprobs, json_schema, json_schema_stream, sampling, stop, completions,
-          conversation, tools, cancel, bad_requests, wrong_key)  # fmt: skip
-CURL = (curl_chat, curl_stream, curl_json_schema, curl_cancel, curl_bad_requests, curl_health)
-CHECKS = OPENAI + CURL
+CHECKS = (
+    *(models, chat, chat_stream, json_schema, json_schema_stream, sampling, stop, completions, conversation, tools),
+    *(cancel, bad_requests, wrong_key, curl_stream, curl_cancel, curl_bad_requests, curl_health),
+)
 
 
 def ways(process: Process) -> tuple[Way, Way]:
     """Both ways into a process."""
     return Way("unix", str(process.socket)), Way("tcp", None, process.tcp, KEY)
-
-
-def main() -> int:
-    failures = 0
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        Process(Path(sys.argv[1]).resolve(), Path(directory), tcp=True, key=KEY) as process,
-    ):
-        print(f"| {'client':7} | {'check':20} | unix | tcp  |\n|---|---|---|---|")
-        for check in CHECKS:
-            client, name = ("curl", check.__name__[5:]) if check in CURL else ("openai", check.__name__)
-            cells = []
-            for way in ways(process):
-                try:
-                    check(way)
-                    cells.append("ok  ")
-                except Exception as error:
-                    failures += 1
-                    cells.append("FAIL")
-                    print(f"{check.__name__} over {way.name}: {type(error).__name__}: {error}", file=sys.stderr)
-            print(f"| {client:7} | {name:20} | {' | '.join(cells)} |")
-    print(json.dumps({"checks": 2 * len(CHECKS), "failures": failures, "openai": openai.__version__}))
-    return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

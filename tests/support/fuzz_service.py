@@ -1,6 +1,7 @@
 """Requests that nobody should send, by the thousand: none may give a 500 or touch a file outside the state directory.
 
-Bodies are drawn near what is valid (every field with right, nearly right and absurd values), as any JSON, and as bytes.
+Bodies are drawn near what the API's document calls valid (every field with right, nearly right and absurd values), as
+any JSON, and as bytes.
 They go to the ASGI application of a service with a fake model. ``python tests/support/fuzz_service.py 100000`` runs
 many and prints a line of JSON; the tests run a few hundred.
 """
@@ -20,7 +21,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from service_support import fake_service
 
-from edge_dflash.serve.app import make_app
+from edge_dflash.serve import openapi
+from edge_dflash.serve.app import OPERATIONS, SCHEMAS, make_app
+from edge_dflash.serve.config import ServeConfig
 
 TRICKS = [
     *(
@@ -56,23 +59,7 @@ def often(good, junk=values):
     return st.integers(0, 30).flatmap(lambda draw: junk if draw == 30 else good)
 
 
-names = often(st.sampled_from(["a", "b", "hall", "x.y"]), texts)
-parts = st.lists(st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"]), "text": texts}), max_size=3)
-calls = st.lists(
-    often(st.fixed_dictionaries({"id": texts, "function": st.fixed_dictionaries({"name": texts, "arguments": texts})})),
-    max_size=2,
-)
-plain = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "system", "assistant"]), "content": st.text(max_size=40)}
-)
-strange = st.fixed_dictionaries(
-    {
-        "role": often(st.sampled_from(["system", "user", "assistant", "tool", "developer"])),
-        "content": often(st.one_of(texts, parts, st.none())),
-    },
-    optional={"name": often(texts), "tool_calls": often(calls), "tool_call_id": often(texts)},
-)
-messages = often(st.lists(st.one_of(plain, plain, plain, plain, often(strange)), min_size=1, max_size=4))
+plain = st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": st.text(max_size=40)})
 KEYWORDS = [
     *("type", "properties", "items", "enum", "required"),
     *("$ref", "anyOf", "pattern", "minimum", "additionalProperties"),
@@ -82,72 +69,67 @@ schemas = st.recursive(
     lambda inner: st.dictionaries(st.sampled_from(KEYWORDS), st.one_of(inner, st.lists(inner, max_size=3)), max_size=4),
     max_leaves=6,
 )
-forms = st.one_of(
-    st.sampled_from([{"type": "text"}, {"type": "json_object"}]),
-    st.builds(lambda schema: {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}, schemas),
-)
-extension = st.fixed_dictionaries(
-    {},
-    optional={
-        "session": names,
-        "deadline_s": often(st.sampled_from([0, 0.001, 5, 1e9])),
-        "regex": often(st.sampled_from(["[ab]+", "(", "a{1,9}", ""]), texts),
-        "grammar": often(st.sampled_from(['start: "a"', "start: start", "", "%import x"]), texts),
-        "whitespace": often(st.booleans()), "thinking": often(st.booleans()), "speculative": often(st.booleans()),
-        "draft_confidence": often(st.sampled_from([0, 0.5, 1])),
-        "relaxed": often(st.booleans()), "tokens": often(st.booleans()), "top_k": often(st.integers(0, 300)),
-        "priority": often(st.integers(-9, 9)), "caller": often(texts), "unknown": values,
-    },
-)  # fmt: skip
-COMMON = {
-    "model": often(st.just("fake"), texts),
-    "stream": often(st.booleans()),
-    "temperature": often(st.sampled_from([0, 0.5, 1, 2])),
-    "top_p": often(st.sampled_from([0, 0.1, 1])),
-    "seed": often(st.integers(-(2**63), 2**64 - 1)),
-    "max_tokens": often(st.integers(1, 8)),
-    "stop": often(st.one_of(st.text(min_size=1, max_size=4), st.lists(st.text(min_size=1, max_size=3), max_size=3))),
-    "response_format": often(forms),
-    "n": often(st.integers(1, 3)),
-    "user": often(texts),
-    "edge_dflash": often(extension),
+names = often(st.sampled_from(["a", "b", "hall", "x.y"]), texts)
+HINTS = {  # values of a field that go further than its type
+    "model": st.just("fake"),
+    "max_tokens": st.integers(1, 8),
+    "regex": st.sampled_from(["[ab]+", "(", "a{1,9}", ""]),
+    "grammar": st.sampled_from(['start: "a"', "start: start", "", "%import x"]),
+    "schema": schemas,
+    "parameters": schemas,
+    "session": st.sampled_from(["a", "b", "hall", "x.y"]),
+    "to": st.sampled_from(["a", "b", "hall", "x.y"]),
+    "url": st.builds("data:image/png;base64,{}".format, texts),
 }
-functions = st.fixed_dictionaries(
-    {"name": st.just("f"), "parameters": often(schemas)}, optional={"strict": often(st.booleans())}
-)
-tools = often(st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": often(functions)}), max_size=2))
-streams = st.one_of(
-    st.just({}), st.just({"stream": True, "stream_options": {"include_usage": True}}), st.just({"stream_options": {}})
-)
 
 
-def streaming(bodies):
-    return st.builds(lambda body, more: {**body, **more} if isinstance(body, dict) else body, bodies, streams)
+def near(schema, name=""):
+    """Values near what a schema of the API's document takes; ``name`` is the field's."""
+    if name in HINTS:
+        return HINTS[name]
+    if options := [one for one in schema.get("anyOf", schema.get("oneOf", ())) if one.get("type") != "null"]:
+        return st.one_of(*(near(one, name) for one in options))
+    if "enum" in schema or "const" in schema:
+        return st.sampled_from(schema.get("enum") or [schema["const"]])
+    low, high = schema.get("minimum"), schema.get("maximum")
+    match schema.get("type"):
+        case "string":
+            return texts
+        case "boolean":
+            return st.booleans()
+        case "integer":
+            return st.integers(low, min(high or 300, 300)) | st.integers(low, high)
+        case "number":
+            return st.sampled_from([low, high, (low + high) / 2]) | st.floats(low, high)
+        case "array":
+            item = near(schema["items"])
+            if name == "messages":
+                item = st.one_of(*[plain] * 6, item)
+            return st.lists(often(item), min_size=schema.get("minItems", 0), max_size=schema.get("maxItems", 3))
+        case "object" if "properties" in schema:
+            return objects(schema)
+        case _:
+            return values
 
 
-chat = st.fixed_dictionaries(
-    {"messages": messages},
-    optional={
-        **COMMON,
-        "tools": tools,
-        "tool_choice": often(st.sampled_from(["auto", "none", "required"])),
-        "logprobs": often(st.just(True)),
-        "top_logprobs": often(st.integers(0, 20)),
-        "reasoning_effort": often(st.sampled_from(["none", "low", "high"])),
-        "chat_template_kwargs": often(st.just({"enable_thinking": True})),
-        "min_p": often(st.just(0)),
-        "top_k": often(st.integers(-1, 9)),
-    },
-)
-prompts = often(st.one_of(texts, st.lists(st.integers(0, 257), max_size=9), st.lists(texts, max_size=2)))
-completion = st.fixed_dictionaries(
-    {"prompt": prompts}, optional={**COMMON, "echo": often(st.just(False)), "logprobs": often(st.integers(0, 20))}
-)
-encode = st.fixed_dictionaries(
-    {}, optional={"messages": messages, "text": often(texts), "thinking": often(st.booleans())}
-)
-other_name = st.fixed_dictionaries({}, optional={"to": names})
+def objects(schema):
+    """Objects with a few of the fields that may be left out."""
+    fields = {key: often(near(one, key)) for key, one in schema["properties"].items()}
+    needed, free = schema.get("required", ()), [key for key in fields if key != "unknown"]
+
+    def made(keys):
+        return st.fixed_dictionaries({key: fields.get(key, values) for key in dict.fromkeys((*needed, *keys))})
+
+    return st.lists(often(st.sampled_from(free), st.just("unknown")), max_size=4).flatmap(made)
+
+
 SESSIONS = "/v1/edge_dflash/sessions"
+PATHS = openapi.document(OPERATIONS, SCHEMAS, ServeConfig(), key=False)["paths"]
+BODIES = {
+    path: often(near(methods["post"]["requestBody"]["content"]["application/json"]["schema"]))
+    for path, methods in PATHS.items()
+    if "post" in methods
+}
 
 
 def as_bytes(value) -> bytes:
@@ -176,7 +158,7 @@ def escaped(name: str) -> str:
 on_sessions = st.builds(
     lambda name, method, end, body: (method, f"{SESSIONS}/{escaped(name)}{end}", as_bytes(body)),
     names, st.sampled_from(["GET", "DELETE", "POST", "POST"]), st.sampled_from(["", "/save", "/fork", "/x"]),
-    other_name,
+    st.one_of(*(body for path, body in BODIES.items() if path.startswith(SESSIONS))),
 )  # fmt: skip
 odd = st.tuples(
     st.sampled_from(["GET", "POST", "PUT", "HEAD", "OPTIONS", "DELETE", "X"]),
@@ -187,15 +169,9 @@ odd = st.tuples(
     ),
     st.one_of(st.binary(max_size=60), st.builds(as_bytes, values)),
 )
-requests = st.one_of(
-    posts("/v1/chat/completions", streaming(chat)),
-    posts("/v1/chat/completions", streaming(chat)),
-    posts("/v1/chat/completions", streaming(chat)),
-    posts("/v1/completions", streaming(completion)),
-    posts("/v1/edge_dflash/encode", encode),
-    on_sessions,
-    odd,
-)
+CHAT = "/v1/chat/completions"
+asked = [posts(path, body) for path, body in BODIES.items() if not path.startswith(SESSIONS)]
+requests = st.one_of(*asked, *[posts(CHAT, BODIES[CHAT])] * 2, on_sessions, odd)
 
 
 async def send(app, method: str, path: str, body: bytes) -> tuple[int, bytes]:

@@ -143,7 +143,8 @@ class FakeGpu:
         return pointer
 
     def bytes_of(self, pointer):
-        return self.memory[pointer.address]
+        base = pointer.address >> 40 << 40
+        return self.memory[base][pointer.address - base :][: pointer.nbytes]
 
 
 class Recorder(FakeGpu):
