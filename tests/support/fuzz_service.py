@@ -54,9 +54,9 @@ values = st.recursive(
 )
 
 
-def often(good, junk=values):
+def often(good, junk=values, times=30):
     """Mostly what is right, for else nothing gets past the first check."""
-    return st.integers(0, 30).flatmap(lambda draw: junk if draw == 30 else good)
+    return st.integers(0, times).flatmap(lambda draw: junk if draw == times else good)
 
 
 plain = st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": st.text(max_size=40)})
@@ -104,7 +104,7 @@ def near(schema, name=""):
         case "array":
             item = near(schema["items"])
             if name == "messages":
-                item = st.one_of(*[plain] * 6, item)
+                item = often(plain, item, 4)
             return st.lists(often(item), min_size=schema.get("minItems", 0), max_size=schema.get("maxItems", 3))
         case "object" if "properties" in schema:
             return objects(schema)
@@ -171,7 +171,7 @@ odd = st.tuples(
 )
 CHAT = "/v1/chat/completions"
 asked = [posts(path, body) for path, body in BODIES.items() if not path.startswith(SESSIONS)]
-requests = st.one_of(*asked, *[posts(CHAT, BODIES[CHAT])] * 2, on_sessions, odd)
+requests = often(posts(CHAT, BODIES[CHAT]), st.one_of(*asked, on_sessions, odd), 1)
 
 
 async def send(app, method: str, path: str, body: bytes) -> tuple[int, bytes]:
