@@ -13,6 +13,7 @@ from functools import partial
 from edge_dflash.backends.cuda.cycle import DeviceCycle
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.graphs import Graphs, HostBuffers
+from edge_dflash.backends.cuda.honoured import check_honoured, check_programs
 from edge_dflash.backends.cuda.kernels.sample import Chooser
 from edge_dflash.backends.cuda.kernels.small import SlotWords
 from edge_dflash.backends.cuda.loading import DenseExecutor, Launches, load
@@ -61,6 +62,9 @@ class NativeBackend:
         widths = [1, *(count for count in lane_steps(lanes) if 1 < count <= fit)]
         sizes = Sizes(rows, prefill_chunk, max_context, lanes, block, widths[-1])
         programs, vision = pair_programs(spec), spec.target.vision
+        check_programs(programs)
+        if vision:
+            check_honoured(vision)
         layout = dense.lay_out(programs, precision, sizes)
         if vision and programs.see:
             tower = dense.lay_out_tower(vision, programs.see, self._shape.usable_context)

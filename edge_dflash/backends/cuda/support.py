@@ -1,6 +1,7 @@
 """Whether a device runs a bundle and the native kernels take a pair: asked before a byte is written or loaded.
 
-Attention, gated delta and linears are asked in their own terms, op by op.
+Attention, gated delta and linears are asked in their own terms, op by op; what no kernel would act on is refused by
+:mod:`edge_dflash.backends.cuda.honoured`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from edge_dflash.backends.cuda.honoured import check_honoured, check_programs
 from edge_dflash.backends.cuda.kernels.attend import AttendShape
 from edge_dflash.backends.cuda.kernels.delta import DeltaShape
 from edge_dflash.backends.cuda.kernels.experts import ExpertsShape
@@ -20,7 +22,7 @@ from edge_dflash.backends.cuda.kernels.walk import WalkShape
 from edge_dflash.board.archs import arch_of_sm, find_arch
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.ops import Attend, Embed, Experts, GatedDelta, GroupedConv, KvAppend, Linear, Op, Remap, Walk
+from edge_dflash.model.ops import Attend, Embed, Experts, GatedDelta, GroupedConv, KvAppend, Linear, Op, Walk
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import BLOCK, FORMATS, WeightFormat, WeightStore, WideWeight
@@ -47,8 +49,13 @@ def check_native(
     if pair.target.vision is not None:
         try:
             check_tower(pair.target.vision)
+            check_honoured(pair.target.vision)
         except BackendError as error:
             raise BackendError(f"{error}; leave it out with --text-only, or {REMEDY}") from None
+    try:
+        check_programs(programs)
+    except BackendError as error:
+        raise BackendError(f"{error}; {REMEDY}") from None
     for program in (programs.verify, programs.propose, programs.prefill, *((programs.see,) if programs.see else ())):
         for op in program.ops:
             try:
@@ -104,10 +111,6 @@ def _check_op(
             _check_experts(op, program, formats)
         case Walk():
             WalkShape(op, rows - 1, program.columns[op.inputs[0]], program.columns[op.inputs[1]])
-        case Remap():
-            raise BackendError("the native backend has no kernel for a draft vocabulary (d2t)")
-        case _:
-            pass
 
 
 def _check_experts(op: Experts, program: Program, formats: Mapping[str, WeightFormat]) -> None:
