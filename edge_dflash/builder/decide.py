@@ -79,7 +79,8 @@ def choose(arch: str, backend: str | None, recipe: Recipe) -> Choice:
         return Choice(found, _named(arch, found, backend), "as asked for", given=True)
     if not found.sm:
         return Choice(found, ("reference",), "a CPU runs the reference backend alone", given=False)
-    if found.sm < read_as("nvfp4").tensorrt:
+    first = read_as("nvfp4").tensorrt
+    if first is None or found.sm < first:
         return Choice(found, ("native",), "our kernels read every format there", given=False)
     if recipe.activations == "nvfp4":
         why = f"recipe {recipe.name} has NVFP4 activations, which only TensorRT computes"

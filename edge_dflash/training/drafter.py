@@ -18,14 +18,14 @@ from torch import nn
 
 from edge_dflash.backends.reference.attention import Table, rope_table, turned, visible
 from edge_dflash.backends.reference.dense import dense
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import BuildError, RequestError
 from edge_dflash.model import dflash, pair_programs
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.ops import Attend, KvAppend, Linear, Op, Remap, SelectRows, StateOp, Walk
 from edge_dflash.model.program import Program, WeightSpec
 from edge_dflash.model.specs import DrafterSpec, PairSpec, RopeSpec
 from edge_dflash.weights.e4m3 import E4M3_MAX, E4M3_TINY, from_e4m3, to_e4m3
-from edge_dflash.weights.formats import BLOCK, WeightFormat
+from edge_dflash.weights.formats import BLOCK, WeightFormat, read_as
 from edge_dflash.weights.quantize import E2M1_MAX, GLOBAL_DIVISOR, fused_group, nearest_e2m1
 
 KV_MARGIN = 1.25  # the largest key or value is this far below the largest FP8 code
@@ -34,10 +34,13 @@ KV_MARGIN = 1.25  # the largest key or value is this far below the largest FP8 c
 def fake_weight(weight: torch.Tensor, form: WeightFormat, largest: torch.Tensor) -> torch.Tensor:
     """A matrix [N, K] (float32) as a checkpoint in BF16 and a bundle in ``form`` keep it, with the matrix's gradient.
 
-    ``largest``: max|W|, of a fused group for NVFP4. Formats that are wide stay as they are.
+    ``largest``: max|W|, of a fused group for NVFP4. Formats that are wide stay as they are. Raises BuildError for a
+    format whose rounding is not known here.
     """
-    if form not in ("nvfp4", "fp8"):
+    if not read_as(form).quantized:
         return weight
+    if form not in ("nvfp4", "fp8"):
+        raise BuildError(f"a drafter is not trained in {form}: build the bundle with a drafter in nvfp4, fp8 or bf16")
     with torch.no_grad():
         kept = weight.bfloat16().float()  # what a checkpoint will hold
         if form == "nvfp4":
@@ -188,7 +191,7 @@ class BlockDrafter(nn.Module):
     def _matrix(self, name: str) -> torch.Tensor:
         """A matrix, as the bundle will hold it where that is wanted."""
         weight, form = self.tensor(name), self._formats.get(name, "bf16")
-        if not self.quantized or form not in ("nvfp4", "fp8"):
+        if not self.quantized or not read_as(form).quantized:
             return weight
         group = fused_group(name) if form == "nvfp4" else (name,)
         members = [self.tensor(one) for one in group if one in self.specs]

@@ -186,7 +186,7 @@ class Format:
     scales: Literal["none", "tensor", "channel"] = "none"  # most FP32 factors next to them
     wished: bool = True  # a recipe may ask for it
     streamed: str | None = None  # form in which the native kernels read it; None: they do not take it
-    tensorrt: int = 0  # first SM on which TensorRT takes it
+    tensorrt: int | None = None  # first SM on which TensorRT takes it; None: it does not
     modelopt: tuple[str, ...] = ()  # quant_algo of checkpoints
 
     @property
@@ -207,8 +207,8 @@ class Format:
 FORMATS: dict[str, Format] = {
     form.name: form
     for form in (
-        Format(name="bf16", weight=WideWeight, dtype="BF16", bits=16, streamed="bf16"),
-        Format(name="f32", weight=WideWeight, dtype="F32", bits=32, streamed="bf16", wished=False),
+        Format(name="bf16", weight=WideWeight, dtype="BF16", bits=16, streamed="bf16", tensorrt=0),
+        Format(name="f32", weight=WideWeight, dtype="F32", bits=32, streamed="bf16", tensorrt=0, wished=False),
         Format(
             name="fp8",
             weight=Fp8Weight,
@@ -216,6 +216,7 @@ FORMATS: dict[str, Format] = {
             bits=8,
             scales="channel",
             streamed="fp8",
+            tensorrt=0,
             modelopt=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"),
         ),
         Format(

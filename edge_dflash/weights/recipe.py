@@ -34,7 +34,7 @@ DRAFTER_MODULES = tuple(
     dict.fromkeys(["attention", "mlp", "fc", "norm", *(m for kind in DRAFTERS.values() for m in kind.modules)])
 )
 WIDE_MODULES = ("gates", "router", "embedding", "norm", "conv", "walk")  # small or sensitive: never quantized
-NVFP4_REFUSED = ("vision",)  # rows of a picture are many: FP8 is as fast
+WITHOUT_BLOCKS = ("vision",)  # no format with block scales: rows of a picture are many, FP8 is as fast
 W4A4_MODULES = ("attention", "gated_delta", "mlp")  # experts, lm_head and fc always read wide activations
 
 
@@ -123,9 +123,9 @@ class Recipe:
                     "always stay wide: use keep, or a narrower match"
                 )
             return found
-        if wish == "nvfp4" and spec.module in NVFP4_REFUSED and found != wish:
+        if not _may_be(spec.module, wish) and found != wish:
             raise RecipeError(
-                f"recipe {self.name}: {origin} asks for nvfp4 of {name}, but {spec.module} weights are built as bf16 "
+                f"recipe {self.name}: {origin} asks for {wish} of {name}, but {spec.module} weights are built as bf16 "
                 "or fp8: use one of them, or a narrower match"
             )
         if wish == "keep" or wish == found or (self.keeps and found in _QUANTIZED):
@@ -228,7 +228,7 @@ def _modules(names: Sequence[str]) -> Object:
 def _may_be(module: str, wish: Wish) -> bool:
     if module in WIDE_MODULES:
         return wish in ("bf16", "keep")
-    return module not in NVFP4_REFUSED or wish != "nvfp4"
+    return module not in WITHOUT_BLOCKS or wish == "keep" or not FORMATS[wish].block
 
 
 _RECIPE = Object(

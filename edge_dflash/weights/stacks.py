@@ -175,7 +175,10 @@ def _alike(ops: list[Linear], weights: Mapping[str, WeightSpec], formats: Mappin
 def _form(name: str, formats: Mapping[str, WeightFormat]) -> Format:
     form = STREAMED.get(formats[name])
     if form is None:
-        raise BackendError(f"{name} is stored as {formats[name]!r}, the native kernels take {', '.join(STREAMED)}")
+        raise BackendError(
+            f"{name} is stored as {formats[name]!r}, the native kernels take {', '.join(STREAMED)}: choose one of them "
+            "in the recipe, or build it with --backend reference --arch cpu"
+        )
     return form
 
 

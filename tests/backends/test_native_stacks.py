@@ -76,7 +76,8 @@ def test_outputs_that_cannot_lie_side_by_side_are_at_most_so_many():
 
 def test_a_format_without_kernels_is_named():
     with pytest.raises(
-        BackendError, match=r"down_proj is stored as 'int4', the native kernels take nvfp4, fp8, bf16, f32, tied$"
+        BackendError,
+        match=r"down_proj is stored as 'int4', the native kernels take nvfp4, fp8, bf16, f32, tied: choose one",
     ):
         program_stacks(programs().verify, formats_of("nvfp4", down_proj="int4"))
 

@@ -73,7 +73,12 @@ def random_weights(pair: PairSpec = PAIR, seed: int = 0) -> dict[str, Weight]:
     rng = np.random.default_rng(seed)
     weights: dict[str, Weight] = {}
     for name, spec in pair_programs(pair).weights.items():
-        forms = [name for name, form in FORMATS.items() if spec.kind == "linear" or not form.quantized]
+        linear = spec.kind == "linear"
+        forms = [
+            name
+            for name, form in FORMATS.items()
+            if not form.quantized or (linear and spec.shape[-1] % (form.block or 1) == 0)
+        ]
         input_scale = float(np.float32(rng.uniform(0.1, 1))) if rng.integers(2) else None
         weights[name] = random_weight(rng, spec.shape, forms[rng.integers(len(forms))], input_scale)
     if pair.target.tied and seed % 2:

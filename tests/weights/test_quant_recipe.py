@@ -21,7 +21,7 @@ from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.registry import read_pair
 from edge_dflash.weights.formats import WideWeight, read_as
 from edge_dflash.weights.quantize import quantize_fp8, quantize_nvfp4
-from edge_dflash.weights.recipe import Override, Recipe, default_recipe, load_recipe
+from edge_dflash.weights.recipe import WISHES, Override, Recipe, default_recipe, load_recipe
 
 SHIPPED = sorted(directory("engines").glob("*.yaml"))
 WEIGHTS = pair_programs(synthetic_pair("qwen3.6-27b")).weights
@@ -200,7 +200,7 @@ def test_w4a4_reaches_nvfp4_linears_but_not_head_and_fc():
         ("weights: {}", "weights is unknown here; known are schema, name, description, target"),
         ("target: {expert: fp8}", r"target.expert is unknown here; did you mean experts\? known are attention"),
         ("drafter: {lm_head: fp8}", "drafter.lm_head is unknown here; known are attention, mlp, fc, norm"),
-        ("target: {mlp: int4}", "mlp is 'int4'; give one of bf16, fp8, nvfp4, keep"),
+        ("target: {mlp: int4}", f"mlp is 'int4'; give one of {', '.join(WISHES)}"),
         ("target: {gates: nvfp4}", "gates is 'nvfp4'; give one of bf16, keep"),
         ("target: {norm: fp8}", "norm is 'fp8'; give one of bf16, keep"),
         ("target: [mlp]", r"target is \['mlp'\]; give a mapping"),

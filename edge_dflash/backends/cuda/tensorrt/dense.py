@@ -244,10 +244,11 @@ def check_engines(
     check_native(pair, formats, kv=kv)
     sm = find_arch(arch, "tensorrt").sm
     for name, word in formats.items():
-        if sm < (first := read_as(word).tensorrt):
+        first = read_as(word).tensorrt
+        if first is None or sm < first:
+            where = "does not run" if first is None else f"runs on SM {first} and later, not on {arch}"
             raise BackendError(
-                f"{name} is {word}, which TensorRT runs on SM {first} and later, not on {arch}; "
-                "build it with --backend native, or choose fp8 in the recipe"
+                f"{name} is {word}, which TensorRT {where}; build it with --backend native, or choose fp8 in the recipe"
             )
     if pair.target.vocab_size % WORD:
         raise BackendError(

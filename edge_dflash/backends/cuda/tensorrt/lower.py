@@ -245,6 +245,8 @@ def linear(net: Net, x: Any, weight: Weight) -> Any:
             return scaled(net, net.times_transposed(x, matrix), np.asarray(weight.scale, np.float32).reshape(1, -1))
         case Nvfp4Weight():
             return nvfp4(net, x, [weight])[0]
+        case _:
+            raise BackendError(f"{net.scope}: {weight.format} weights have no TensorRT lowering")
 
 
 def nvfp4(net: Net, x: Any, weights: Sequence[Nvfp4Weight]) -> list[Any]:
