@@ -13,7 +13,6 @@ from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.generation import generate
 from edge_dflash.decode.loop import cut
 from edge_dflash.decode.options import Options
-from edge_dflash.errors import RequestError
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=16)
 
@@ -79,14 +78,6 @@ def test_acceptance_is_strict_once_the_span_is_closed():
     thinking.commit([CLOSE])
     thinking.commit([1])
     assert thinking.tolerated(LOGITS, [1], [0, 0]) == [False]
-
-
-@pytest.mark.parametrize("bad", [{"top_k": 0}, {"margin": -1.0}, {"margin": float("nan")}])
-def test_bad_settings_are_refused(bad):
-    with pytest.raises(RequestError, match="relaxed acceptance"):
-        Relaxation((CLOSE,), **bad)
-    with pytest.raises(RequestError, match="closes thinking"):
-        Relaxation(())
 
 
 def test_relaxed_output_says_so_and_costs_fewer_cycles():

@@ -10,8 +10,7 @@ from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.sampling import Choosing, choose_row, unpack
-from edge_dflash.decode.steering import AfterThinking
+from edge_dflash.decode.sampling import Choosing, choose_row
 
 PROMPT = (3, 1, 4)
 SAMPLED = Options(max_new_tokens=30, temperature=1.5, top_k=30, top_p=0.9, seed=5)
@@ -110,18 +109,3 @@ def test_every_request_runs_in_cycles_of_the_backend(kind, options):
     asked, free = backends[0].noted, kind in ("free", "plain")
     assert asked == [(options.sampling, free, kind != "plain")] * len(found[0].accept_lengths)
     assert found[0].timings.propose_seconds == pytest.approx(0.25 * (kind != "plain") * len(asked))
-
-
-def test_masks_behind_the_thinking_are_packed_as_they_are_allowed():
-    path, inner, ids = (3, 50, 9, 2, 1, 4), Parity(), np.arange(SHAPE.vocab_size)
-    expected = [ids != 63, ids != 63, ids == 9]
-    for token in (*path[3:], None):
-        expected.append(inner.allowed())
-        assert token is None or inner.push(token)
-    constraint = AfterThinking(Stepped(Parity()), [50], SHAPE.vocab_size, then=[9], stop_token_ids=[63])
-    for at, token in enumerate((*path, None)):
-        for mask, allowed in zip(constraint.masks(path[at:]), expected[at:], strict=True):
-            np.testing.assert_array_equal(unpack(mask, SHAPE.vocab_size), allowed)
-        if token is not None:
-            constraint.advance([token])
-    assert AfterThinking(Stepped(Parity()), [50], SHAPE.vocab_size).masks(()) == [None]

@@ -13,7 +13,6 @@ from edge_dflash.bench.workload import reached
 from edge_dflash.checks.lossless import ByTurns
 from edge_dflash.decode.controls import Controls, Pace
 from edge_dflash.decode.drafts import (
-    DECAY,
     FIRST,
     REPEATS,
     START,
@@ -140,39 +139,12 @@ def test_seconds_that_were_not_measured_are_learned_and_plain_decoding_is_taken_
     assert choice.drafts > 0
 
 
-def test_slower_cycles_of_one_number_are_slower_ones_of_all_unless_the_number_is_new():
-    seconds = Seconds({0: 1.0, 3: 2.0, 7: 4.0})
-    for _ in range(100):
-        seconds.record(3, 1.0, 3.0)
-        seconds.fade(DECAY)
-    assert seconds.of(7) / seconds.of(3) == pytest.approx(2.0, rel=0.2)
-    assert seconds.of(3) == pytest.approx(4.0, rel=0.03)
-    assert seconds.of(5) == seconds.of(7)  # not measured: that of the next one above
-    known = seconds.of(3)
-    for _ in range(4):
-        seconds.record(7, 2.0, 2.0)  # faster than thought, the first cycles with it
-    assert seconds.of(3) == pytest.approx(known, rel=0.05)
-    assert seconds.of(7) < 7.0
-
-
 def test_one_very_long_cycle_changes_little():
     seconds = Seconds({3: 2.0, 7: 4.0})
     for _ in range(10):
         seconds.record(3, 1.0, 1.0)
     seconds.record(3, 1.0, 1000.0)
     assert seconds.of(3) == pytest.approx(2.0, rel=0.11)
-
-
-def test_acceptance_is_by_position_and_an_unseen_one_has_that_of_the_position_before():
-    acceptance = Acceptance(4)
-    for _ in range(400):
-        acceptance.record(2, 1)
-    found = acceptance.tokens()
-    assert found[0] == 1.0
-    assert found[1] == pytest.approx(2.0, abs=0.02)
-    second = found[2] - found[1]
-    assert second == pytest.approx(0.02, abs=0.02)
-    assert found[3] - found[2] == pytest.approx(second**2, abs=0.01)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
@@ -238,32 +210,6 @@ def test_acceptance_of_a_request_is_counted_by_position():
     assert (Drafting().usual, Drafting().mean, Drafting().acceptance) == (0, 0.0, ())
 
 
-@pytest.mark.parametrize(("share", "chosen"), [(0.995, 3), (0.98, 1)])
-def test_another_number_is_taken_where_it_gains_something(share, chosen):
-    class Known:
-        """Every draft stands, and of one draft a token costs ``share`` of what it costs with three."""
-
-        runs = 0
-
-        def tokens(self):
-            return [1.0, 2.0, 3.0, 4.0]
-
-        def of(self, drafts):
-            return {0: 9.0, 1: 2.0 * share, 2: 9.0, 3: 4.0}[drafts]
-
-        def record(self, *seen):
-            pass
-
-        def fade(self, left):
-            pass
-
-    choice = DraftChoice(3)
-    choice.acceptance = choice.seconds = Known()
-    for _ in range(8):
-        choice.record(3, 3, 3, 1.0, 1.0)
-    assert choice.drafts == chosen
-
-
 # targets with experts: tokens say what rows cost, by bytes of a published one ------------------------------
 
 DRAFTER = 0.2  # seconds, where a plain token takes 1
@@ -317,17 +263,6 @@ def test_other_tokens_and_another_pace_are_followed(profile):
             plant.run(shares, 300, partial(cost, alike=before))
             plant.run(shares, 150, now)
         assert mean(plant.run(shares, 400, now) for plant in made) > 0.95
-
-
-def test_one_row_costs_the_same_whatever_was_learned_of_others():
-    seconds = VaryingSeconds({drafts: sum(cost(drafts, 1.0)) for drafts in STEPS})
-    for _ in range(200):
-        seconds.record(MOST, *cost(MOST, 0.0))
-    assert seconds.of(MOST) == pytest.approx(sum(cost(MOST, 0.0)), rel=0.01)
-    assert seconds.of(0) == pytest.approx(1.0, rel=0.01)
-    for _ in range(200):
-        seconds.record(MOST, *cost(MOST, 0.0, 2.0))
-    assert seconds.of(0) == pytest.approx(2.0, rel=0.02)
 
 
 def test_a_backend_says_whether_its_rows_vary():

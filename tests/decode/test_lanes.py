@@ -2,69 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
-from fakes import SHAPE, FakeBackend
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 from lane_mixes import LANES, Mix, differences
 from session_support import answer, state_of
 
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.controls import Controls, Interrupted
-from edge_dflash.decode.cycle import host_cycle, host_cycles
-from edge_dflash.decode.generation import decode, generate
+from edge_dflash.decode.cycle import host_cycle
+from edge_dflash.decode.generation import generate
 from edge_dflash.decode.loop import Step, decode_steps
 from edge_dflash.decode.options import Options, admit
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.errors import BackendError, RequestError
-
-OPTIONS = Options(max_new_tokens=12, draft_confidence=0.25)
-PROMPTS = ((3, 1, 4), (1, 5, 9, 2))
-
-
-class Lanes:
-    """A backend of several lanes, each of which is a fake one; ``asked`` of its cycles are kept."""
-
-    def __init__(self, count):
-        self.shape, self.asked = replace(SHAPE, lanes=count), []
-        self._lanes = [FakeBackend() for _ in range(count)]
-
-    def __getattr__(self, name):
-        def call(*arguments, lane=None):
-            *arguments, lane = arguments if lane is None else (*arguments, lane)
-            return getattr(self._lanes[lane], name)(*arguments)
-
-        return call
-
-    def see(self, picture):
-        return self._lanes[0].see(picture)
-
-    def prefill(self, ids, lane=0, sight=None):
-        return self._lanes[lane].prefill(ids, 0, sight)
-
-    def commit(self, rows, lane=0, path=None):
-        self._lanes[lane].commit(rows, 0, path)
-
-    def cycle(self, asked):
-        self.asked.append(asked)
-        return host_cycle(self, asked)
-
-    def cycles(self, asked):
-        return host_cycles(self, asked)
-
-
-def test_sessions_by_turns_have_the_tokens_that_they_have_alone():
-    backend = Lanes(len(PROMPTS))
-    manager, found = SessionManager(backend), [[] for _ in PROMPTS]
-    runs = [decode(manager.open(), admit(SHAPE, prompt, OPTIONS)) for prompt in PROMPTS]
-    for steps in zip(*runs, strict=True):
-        for tokens, step in zip(found, steps, strict=True):
-            tokens.extend(step.tokens)
-    assert [tuple(tokens) for tokens in found] == [generate(FakeBackend(), p, OPTIONS).tokens for p in PROMPTS]
-    assert {(one.lane, one.threshold) for one in backend.asked} == {(0, 0.25), (1, 0.25)}
-
 
 # random mixes on the reference ---------------------------------------------------------------------------------------
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import zip_longest
 
 import numpy as np
 import pytest
 from fakes import SHAPE, FakeBackend, Stepped
 from golden_pairs import NAMES, backend, golden
-from session_support import answer, forked
 from verify_support import BACKENDS
 
 from edge_dflash.checks.lossless import Adversary, drafters
@@ -20,8 +18,6 @@ from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.generation import stream
 from edge_dflash.decode.logprobs import TokenLogprob, token_logprobs
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.session import SessionManager
-from edge_dflash.decode.store import PrefixStore
 from tests.decode.test_steering import Brittle
 
 PROMPT = (3, 1, 4)
@@ -154,25 +150,6 @@ class TestLoop:
         assert max(lengths) > 2  # drafts stood that are not the choices
         assert any(one.top[0].token != one.token for one in logprobs)
         check(logprobs, log_softmax([toy._logits([*PROMPT, *tokens[:at]]) for at in range(len(tokens))]), 5, 1e-6)
-
-    def test_cancelled_and_late_requests_have_those_of_their_tokens(self):
-        asked = iter([False] * 3 + [True])
-        tokens, logprobs, _ = found(FakeBackend(), controls=Controls(cancelled=lambda: next(asked)))
-        assert 0 < len(tokens) < 21
-        assert logprobs == found(FakeBackend())[1][: len(tokens)]
-
-    def test_sessions_that_take_turns_have_their_own(self):
-        """Two sessions on one backend, a step of each by turns, forks and reused prefixes."""
-        manager = SessionManager(FakeBackend(right=lambda p: p % 4), "f", store=PrefixStore(1 << 20))
-        one, two = manager.open(), manager.open()
-        turns = zip_longest(answer(one, PROMPT, ASKED), answer(two, (9, 9), SAMPLED))
-        steps = [[step for step in run if step is not None] for run in zip(*turns, strict=True)]
-        fork = forked(one)
-        again = (*one.tokens, 5, 6)
-        steps.append(list(answer(fork, again, ASKED)))
-        for (prompt, options), run in zip(((PROMPT, ASKED), ((9, 9), SAMPLED), (again, ASKED)), steps, strict=True):
-            logprobs = [one for step in run for one in step.logprobs]
-            assert logprobs == found(FakeBackend(), prompt, options)[1]
 
 
 class TestGoldens:

@@ -143,22 +143,6 @@ def test_without_room_every_picture_is_seen_once_a_request():
     assert eyes.done() == (0, len(said.ids))
 
 
-def test_a_fork_shares_what_was_seen_and_goes_its_way():
-    eyes = Eyes()
-    manager = SessionManager(eyes)
-    session = manager.open()
-    tokens(session, mixed(SYSTEM, FRAME, ASKED))
-    other = forked(session)
-    eyes.done()
-    assert other.pictures == session.pictures
-    one, two = (tokens(each, going_on(each, [9], frame)) for each, frame in ((session, OTHER), (other, picture(1))))
-    assert (session.reuse.source, other.reuse.source) == ("session", "session")
-    assert eyes.done()[0] == 2
-    assert one != two
-    assert session.pictures[0] == other.pictures[0]
-    assert session.pictures[1] != other.pictures[1]
-
-
 def test_a_lost_state_is_computed_again_with_its_pictures():
     eyes = Eyes()
     manager = SessionManager(eyes)

@@ -128,22 +128,6 @@ def test_an_interrupted_request_need_not_wait_to_end(kind):
     assert urgent[0].plan.timings.total_seconds > 7 * SECONDS  # it ended behind the one that it had interrupted
 
 
-def test_urgent_requests_interrupt_urgent_ones_and_all_get_their_own_plans():
-    b = Chunked(0.002)
-    planner, asked = Planner(b, None), []
-
-    def send():
-        if len(b.ends) in (2, 4, 6):
-            prompt = tuple(t + len(b.ends) for t in LONG)
-            asked.append((prompt, planner.stream(prompt, max_new_tokens=5, priority=len(b.ends))))
-
-    b.between = send
-    assert planner.plan(LONG, max_new_tokens=5).tokens == alone(LONG, 5)
-    for prompt, running in asked:
-        assert running.plan.tokens == alone(prompt, 5)
-    assert len(asked) == 3
-
-
 def test_a_turn_that_ends_inside_its_prompt_leaves_no_trace_and_its_state_serves_the_next():
     b = Chunked(0.002)
     planner = Planner(b, None)

@@ -360,18 +360,6 @@ def test_a_prompt_may_be_the_session_itself_or_end_before_it(back):
     assert session.reuse.tokens == (0 if back else len(again) - 1)
 
 
-def test_the_same_prompt_again_costs_one_row():
-    manager = manager_of("qwen3", PLENTY)
-    prompt = prompt_of("qwen3")
-    for seed in range(3):
-        session = manager.open()
-        stream = answer(session, prompt, Options(max_new_tokens=5, temperature=1.0, seed=seed), keep=(len(prompt) - 1,))
-        steps = list(stream)
-        assert session.reuse.tokens == (len(prompt) - 1 if seed else 0)
-        assert [step.finish_reason for step in steps][-1] == "length"
-    assert manager.store.stats.hits == 2
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_sessions_share_a_warm_prefix(name):
     b, manager = watched(name, PLENTY)
@@ -426,18 +414,6 @@ def test_a_closed_session_refuses():
     ):
         with pytest.raises(RequestError, match="the session is closed; open a new one"):
             use()
-
-
-def test_the_backend_may_be_used_otherwise_in_between():
-    manager, prompt = manager_of("qwen3_5"), prompt_of("qwen3_5")
-    session = manager.open()
-    stream = answer(session, prompt, Options(max_new_tokens=20))
-    steps = [next(stream) for _ in range(3)]
-    manager.lanes.vacate()
-    b = manager.backend
-    b.reset()
-    generate(b, prompt_of("qwen3_5", "p0"), Options(max_new_tokens=5))
-    check("qwen3_5", session, prompt, steps + list(stream))
 
 
 # states from elsewhere -----------------------------------------------------------------------------------------------

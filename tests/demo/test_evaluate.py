@@ -1,15 +1,11 @@
-import sys
 from pathlib import Path
 
-import pytest
 from tokenizers import Tokenizer
 
 import edge_dflash.demo
-from calib.demo import evaluate as module
 from calib.demo.corpus import heldout_keys, task_key, tasks
-from calib.demo.evaluate import Answer, evaluate, heldout_tasks, planner_generate
+from calib.demo.evaluate import Answer, evaluate, heldout_tasks
 from calib.demo.tokenizer import MASK_ID, train_tokenizer
-from edge_dflash.errors import BundleError
 from edge_dflash.model.registry import read_pair
 
 MODELS = Path(edge_dflash.demo.__file__).parent / "models"
@@ -32,26 +28,6 @@ def test_wrong_answers_are_counted_and_told():
     assert (quality.valid, quality.success, quality.equal) == (0.75, 0.5, 0.25)
     assert quality.accept_length == 0.0
     assert [line.split("-> ")[1].split(":")[0] for line in lines] == ["done", "invalid", "misses", "done"]
-
-
-def test_a_planner_is_asked_with_the_messages():
-    class Plan:
-        text, accept_lengths = None, (2,)
-
-    class Planner:
-        def plan(self, messages, **options):
-            self.seen = (messages, options["speculative"])
-            return Plan()
-
-    planner = Planner()
-    assert planner_generate(planner, speculative=False)([{"role": "user", "content": "x"}]) == Answer("", (2,))
-    assert planner.seen == ([{"role": "user", "content": "x"}], False)
-
-
-def test_a_path_that_is_no_bundle_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["evaluate", str(tmp_path / "none")])
-    with pytest.raises(BundleError):
-        module.main()
 
 
 def test_shipped_tasks_are_those_of_the_generator():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from calib.harbour import HELDOUT, TRAIN, HarbourTask, harbour_tasks, make_task, order_problems, right_answer
+from calib.harbour import HELDOUT, TRAIN, HarbourTask, harbour_tasks, order_problems, right_answer
 from calib.harbour import write_tasks as write
 
 
@@ -20,11 +20,6 @@ def test_right_answers_have_no_problems_and_splits_share_no_task():
     assert not texts & {json.dumps(task.messages) for task in heldout}
     stays = [task for task in train if json.loads(right_answer(task))["stays"]]
     assert 0.1 < len(stays) / len(train) < 0.6
-
-
-def test_a_seed_is_a_task():
-    assert make_task(7) == make_task(7)
-    assert make_task(7) != make_task(8)
 
 
 def test_wrong_orders_are_found():

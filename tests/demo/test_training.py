@@ -5,17 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from calib.demo.corpus import make_task, tasks
+from calib.demo.corpus import tasks
 from calib.demo.data import batches, pack
 from calib.demo.model import Target, TargetConfig
 from calib.demo.storage import load_target
 from calib.demo.tokenizer import (
-    MASK,
-    MASK_ID,
-    SPECIAL,
     Sample,
     encode_tasks,
-    render,
     save_tokenizer,
     train_tokenizer,
 )
@@ -59,11 +55,6 @@ def silent(line):
     pass
 
 
-def test_special_tokens_come_first(tokenizer):
-    assert [tokenizer.token_to_id(token) for token in SPECIAL] == list(range(len(SPECIAL)))
-    assert SPECIAL[MASK_ID] == MASK
-
-
 def test_prompts_are_the_same_as_the_runtime_makes(tokenizer, tmp_path):
     save_tokenizer(tokenizer, tmp_path, 2048)
     runtime = Tokenizer.open(tmp_path)
@@ -78,17 +69,6 @@ def test_prompts_are_the_same_as_the_runtime_makes(tokenizer, tmp_path):
     assert runtime.eos_token_id == sample.answer[-1]
 
 
-def test_thinking_is_off_by_default():
-    messages = make_task(0).messages
-    assert render(messages).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert render(messages, thinking=True).endswith("<|im_start|>assistant\n<think>\n")
-
-
-def test_any_text_has_a_round_trip(tokenizer):
-    text = 'Grüße 機器人 {"a": 12}\n\t'
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
-
-
 def test_batches_are_whole_shuffled_and_repeatable():
     dataset = pack([Sample((1,) * (1 + i % 7), (2,)) for i in range(40)])
     first = [b.tolist() for b in batches(dataset, 8, 9, seed=3)]
@@ -96,12 +76,6 @@ def test_batches_are_whole_shuffled_and_repeatable():
     assert first != [b.tolist() for b in batches(dataset, 8, 9, seed=4)]
     assert sorted(i for b in first[:5] for i in b) == list(range(40))
     assert all(np.ptp(dataset.lengths[b]) <= 2 for b in first)
-
-
-def test_samples_come_back_from_a_dataset(tokenizer):
-    wanted = encode_tasks(tokenizer, list(tasks("train", 0, 5)), 10_000)
-    dataset = pack(wanted)
-    assert [dataset.sample(i) for i in range(len(dataset))] == wanted
 
 
 def test_loss_ignores_what_comes_after_the_answer():

@@ -5,16 +5,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from fakes import FakeBackend
 from golden_pairs import golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures_support import IMAGE, changed, mixed, noise, picture, prompt
 
-from edge_dflash.decode.delegate import Delegate
 from edge_dflash.errors import RequestError
 from edge_dflash.pictures.picture import PatchedPicture
-from edge_dflash.pictures.pictured import Pictured, Placed, check_pictures
+from edge_dflash.pictures.pictured import Placed, check_pictures
 
 RUNS = range(4)
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 6)).map(lambda grid: (2 * grid[0], 2 * grid[1]))
@@ -76,13 +74,6 @@ def test_the_sight_of_a_chunk_has_each_row_of_a_picture_once(parts, data):
     assert rows == [(at, at) for at, token in enumerate(said.ids) if token == IMAGE]
 
 
-def test_a_text_is_its_own_identity_and_has_no_sight():
-    said = Pictured((1, 2, 3))
-    assert said.identities == (1, 2, 3)
-    assert said.sight(0, 3, lambda placed: placed) is None
-    assert said.delta(3) == 0
-
-
 def test_identities_tell_pictures_from_texts_and_from_each_other():
     one = picture(0)
     turned = replace(one, grid=one.grid[::-1])
@@ -114,13 +105,3 @@ def test_pictures_stand_on_their_placeholders(changes, token, text):
     check_pictures(said, IMAGE)
     with pytest.raises(RequestError, match=text):
         check_pictures(replace(said, **changes), token)
-
-
-def test_a_wrapper_passes_sight_on():
-    said, backend = mixed([1, 2], picture(0), [3]), FakeBackend()
-    around = Delegate(Delegate(backend))
-    seen = around.see(picture(0))
-    assert backend.towers == [picture(0).digest]
-    around.prefill(said.ids, 0, said.sight(0, 9, lambda placed: seen))
-    assert backend.committed == [1, 2, *seen.numbers, 3]
-    assert (around.snapshot().delta, said.delta(9)) == (-3, -3)

@@ -322,16 +322,6 @@ def test_a_lost_state_is_computed_again():
         assert [stream.plan.tokens for stream in others] == [alone(index)[0] for index in (1, 2)]
 
 
-def test_an_urgent_request_goes_between_them():
-    counting = Counting(1)
-    with Planner(counting, None, fallback=False) as planner:
-        streams = planner.streams(PROMPT, 4, **{**DRAWN, "max_new_tokens": 40})
-        next(streams[0])
-        assert planner.plan(PROMPT[:4], max_new_tokens=2, priority=3).finish_reason == "length"
-        assert not streams[3]._ticket.done
-        assert [stream.plan.tokens for stream in streams] == [alone(i, max_new_tokens=40)[0] for i in range(4)]
-
-
 def test_asyncio_has_the_same():
     async def ask(planner):
         plan = await planner.aplan(PROMPT, n=3, **DRAWN)

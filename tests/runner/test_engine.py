@@ -535,24 +535,6 @@ def test_a_finished_job_is_not_kept(engine):
     assert seen() is None
 
 
-def test_await_does_not_block_the_loop_and_async_for_sees_increments_as_they_are_made(engine):
-    async def main():
-        gate = Gate(3)
-        ticket, seen, ticks = engine.add(gate), [], 0
-        waiting = asyncio.ensure_future(finished(ticket))
-        while not waiting.done():
-            ticks += 1
-            await asyncio.sleep(0.001)
-            if ticks == 5:
-                gate.go.set()
-        assert ticks >= 5
-        async for step in each(ticket):
-            seen.append(step)
-        assert numbers_of(seen) == (await finished(ticket)).numbers == [0, 1, 2]
-
-    asyncio.run(main())
-
-
 def test_errors_and_cancelling_reach_asyncio(engine):
     def bad():
         yield 1
@@ -650,16 +632,3 @@ def test_a_planner_whose_engine_failed_says_so_to_everybody():
     planner.close()
     with pytest.raises(EngineFailedError, match=said):
         planner.plan(PROMPT)
-
-
-@pytest.mark.parametrize("error", [BackendError("the device is gone"), RequestError("bad"), RuntimeError("a bug")])
-def test_an_error_of_one_request_stays_its_own(error):
-    backend = Failing(error)
-    backend.go.set()
-    with Planner(backend, None) as planner:
-        failing, other = planner.stream([5] * 7), planner.stream(PROMPT, max_new_tokens=2)
-        with pytest.raises(type(error), match=str(error)):
-            failing.result(PATIENT)
-        assert other.result(PATIENT).finish_reason == "length"
-        assert planner.plan(PROMPT, max_new_tokens=2).finish_reason == "length"
-        assert planner.failure is None

@@ -83,16 +83,6 @@ def truth(number, **options):
     return generate(backend(NAME, ENGINE), prompt_of(number), Options(**options)).tokens
 
 
-def test_requests_run_together_and_have_what_they_have_alone():
-    asked = [{"max_new_tokens": 12 + n, "temperature": 0.8 * (n % 2), "seed": n} for n in range(8)]
-    watched = Watched(4)
-    with Planner(watched, None, prompt_share=1.0) as planner:
-        streams = [planner.stream(prompt_of(n), caller=f"c{n % 3}", **options) for n, options in enumerate(asked)]
-        found = [stream.plan.tokens for stream in streams]
-    assert found == [truth(n, **options) for n, options in enumerate(asked)]
-    assert max(watched.together) == 4
-
-
 def test_callers_that_come_and_go_differ_in_nothing():
     """Threads with random priorities, deadlines and cancels: what was committed is what comes alone."""
     wrong, ends = [], []
@@ -194,15 +184,6 @@ def test_a_turn_of_a_session_goes_on_where_its_lane_was_given_away():
     whole = [*prompt_of(1), *first.tokens, 9, 9]
     assert second.tokens == generate(backend(NAME, ENGINE), whole, Options(max_new_tokens=6)).tokens
     assert second.reused_tokens > 0
-
-
-def test_a_planner_that_is_closed_ends_all_that_run():
-    planner, began = Planner(Watched(3), None), time.perf_counter()
-    streams = [planner.stream(prompt_of(n), max_new_tokens=90, speculative=False) for n in range(5)]
-    next(streams[0])
-    planner.close()
-    assert time.perf_counter() - began < 30
-    assert all(stream._ticket.done for stream in streams)
 
 
 def test_a_long_prompt_goes_on_while_short_ones_come():

@@ -10,7 +10,7 @@ from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.gaze import SeenStore
 from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
-from edge_dflash.errors import BackendError, RequestError
+from edge_dflash.errors import BackendError
 from edge_dflash.planner import Planner
 from edge_dflash.text.prompt import Prompt, Prompter
 
@@ -66,21 +66,6 @@ def alone(said, **options):
     return generate(backend("vision", ENGINE), said.ids, Options(**options), pictures=said.pictures).tokens
 
 
-def test_a_plan_is_what_the_loop_makes_and_the_same_frame_is_seen_once(planner, eyes):
-    for said in (SAID, TWO, TEXT, TWO):
-        assert planner.plan(said.ids, max_new_tokens=9).tokens == alone(said, max_new_tokens=9)
-    assert eyes.towers == 2
-    assert (planner.pictures.hits, planner.pictures.misses, planner.pictures.entries) == (3, 2, 2)
-    assert planner.pictures.bytes == (6 + 7) * 64 * 4
-
-
-def test_candidates_share_the_prompt_and_have_the_tokens_that_they_have_alone(planner, eyes):
-    plan = planner.plan(TWO.ids, n=3, **DRAWN)
-    found = sorted((one.seed, one.tokens) for one in (plan, *plan.alternatives))
-    assert found == [(seed, alone(TWO, **DRAWN | {"seed": seed})) for seed in (5, 6, 7)]
-    assert eyes.towers == 2
-
-
 @pytest.mark.parametrize("room", [True, False])
 def test_candidates_of_a_prompt_that_ends_in_a_picture(planner, eyes, room):
     """Each of them computes its last row, for which the picture has to be there again."""
@@ -89,26 +74,6 @@ def test_candidates_of_a_prompt_that_ends_in_a_picture(planner, eyes, room):
     streams = planner.streams(LAST.ids, 3, **DRAWN)
     assert [one.plan.tokens for one in streams] == [alone(LAST, **DRAWN | {"seed": seed}) for seed in (5, 6, 7)]
     assert eyes.towers == (1 if room else 4)
-
-
-def test_lanes_with_pictures_beside_text(planner):
-    asked = [(TEXT, {"max_new_tokens": 30}), (SAID, DRAWN), (TWO, {"max_new_tokens": 12})]
-    streams = [planner.stream(said.ids, **options) for said, options in asked]
-    assert [stream.plan.tokens for stream in streams] == [alone(said, **options) for said, options in asked]
-
-
-def test_a_session_keeps_its_pictures_over_turns_forks_and_files(planner, eyes, tmp_path):
-    with planner.session() as session:
-        session.plan(TWO.ids, max_new_tokens=6)
-        held = len(session.tokens) - 1
-        session.save(tmp_path / "s")
-        other, loaded = session.fork(), planner.load_session(tmp_path / "s")
-        plans = [one.plan([8, 8], max_new_tokens=6) for one in (session, other, loaded)]
-        assert len({plan.tokens for plan in plans}) == 1
-        assert [plan.reused_tokens for plan in plans] == [held] * 3
-        assert [one._state.pictures for one in (session, other)] == [TWO.pictures] * 2
-        assert [one.key for one in loaded._state.pictures] == [one.key for one in TWO.pictures]
-    assert eyes.towers == 2
 
 
 def test_a_session_that_is_cancelled_in_the_tower_is_as_it_was(planner, eyes):
@@ -132,10 +97,3 @@ def test_a_session_that_is_cancelled_in_the_tower_is_as_it_was(planner, eyes):
         eyes.broken = None
         assert session.plan(TWO.ids, max_new_tokens=4).tokens == alone(TWO, max_new_tokens=4)
         assert first.tokens == alone(TEXT, max_new_tokens=4)
-
-
-def test_a_target_without_a_tower_refuses_pictures_by_name():
-    with Planner(backend("qwen3_5"), None) as opened:
-        opened._preparer.prompter = Showing(None)
-        with pytest.raises(RequestError, match=r"images \(1\), and this target has no vision tower"):
-            opened.plan(SAID.ids)

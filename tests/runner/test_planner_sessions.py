@@ -39,11 +39,6 @@ def texts(tokenizer):
     return Planner(FakeBackend(TEXT_SHAPE), tokenizer, [tokenizer.eos_token_id], fallback=False)
 
 
-def unbroken(planner, prompt, new):
-    """The same prompt, from nothing."""
-    return planner.plan(prompt, max_new_tokens=new)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_turns_equal_runs_from_nothing(planner, temperature):
     session = planner.session(SYSTEM)
@@ -124,19 +119,6 @@ def test_a_conversation_whose_template_cuts_answers_is_encoded_anew(tmp_path):
     assert second.prompt_tokens == len(tokenizer.encode(said))
 
 
-def test_forks_go_their_own_ways(planner):
-    session = planner.session(SYSTEM)
-    session.plan(TURNS[0], max_new_tokens=NEW)
-    fork = session.fork()
-    assert fork.tokens == session.tokens
-    one = session.plan(TURNS[1], max_new_tokens=NEW)
-    other = fork.plan(TURNS[1], max_new_tokens=NEW)
-    assert (one.tokens, one.reused_tokens) == (other.tokens, other.reused_tokens)
-    fork.plan(TURNS[2], max_new_tokens=NEW)
-    assert session.messages == fork.messages[:-2]
-    assert planner.session().fork().tokens == ()
-
-
 def test_a_saved_conversation_goes_on_in_another_process(demo_bundle, planner, tmp_path):
     session = planner.session(SYSTEM)
     session.plan(TURNS[0], max_new_tokens=NEW)
@@ -205,14 +187,6 @@ def test_a_cancelled_turn_stays_as_far_as_it_came(tokenizer):
     assert session.messages[1] == {"role": "assistant", "content": cut.text}
     prompt = session.tokens[: len(session.tokens) - len(plan.tokens)]
     assert planner.plan(prompt, max_new_tokens=4).tokens == plan.tokens
-
-
-def test_a_dropped_turn_is_a_cancelled_one(tokenizer):
-    gate = Gate(FakeBackend(TEXT_SHAPE), free=1)
-    session = Planner(gate, tokenizer).session()
-    session.stream("one")
-    gate.open.set()
-    assert session.plan("two", max_new_tokens=4).finish_reason == "length"
 
 
 def test_a_turn_without_a_commit_leaves_no_trace(texts):

@@ -18,8 +18,6 @@ from edge_dflash.planner import Planner
 
 NAN, INF = float("nan"), float("inf")
 PROMPT = (3, 1, 4)
-SECONDS = 30  # after which a call that hangs fails
-
 FLAG = (None, 1, "no", [])
 REAL = (None, "1", True, [1.0])
 BAD = {
@@ -68,13 +66,6 @@ def test_a_bad_option_is_refused_at_the_call(planner, remote, name, value):
     for one in (planner, remote):
         with pytest.raises(RequestError, match=rf"(?s)^{name} is .*; give "):
             one.stream(PROMPT, **{name: value})
-
-
-def test_the_planner_works_after_all_of_them(planner):
-    for name, value in CASES:
-        with pytest.raises(RequestError):
-            planner.stream(PROMPT, **{name: value})
-    assert planner.stream(PROMPT, max_new_tokens=2).result(SECONDS).finish_reason == "length"
 
 
 def test_every_option_has_bad_values():
@@ -135,12 +126,6 @@ def test_a_task_of_another_kind_is_refused_at_the_call(planner, remote, task):
     for one in (planner, remote):
         with pytest.raises(RequestError, match=r"the task is of type .*; give text, a list of messages or token ids"):
             one.stream(task)
-
-
-@pytest.mark.parametrize("task", [[1, None], ["a"], [1.5], [True]])
-def test_what_is_no_token_id_is_refused_at_the_call(planner, task):
-    with pytest.raises(RequestError, match=r"is no token id"):
-        planner.stream(task)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_dflash.errors import RequestError
-from edge_dflash.text.chat import Answer, AnswerStream, Markers, thinking_is_open
+from edge_dflash.text.chat import Answer, AnswerStream, thinking_is_open
 from edge_dflash.text.template import ChatTemplate
 from edge_dflash.text.tokenizer import Tokenizer
 
@@ -38,11 +38,6 @@ def spelled(text):
     return tuple(i for symbol in text for i in tokenizer().encode(symbol))
 
 
-def test_markers_are_looked_up():
-    names = [tokenizer().token(found) for found in vars(Markers.of(tokenizer())).values()]
-    assert names == ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-
-
 def test_a_template_that_opens_the_thinking_is_told_from_one_that_answers_without():
     assert thinking_is_open(prompt(thinking=True), tokenizer())
     assert not thinking_is_open(prompt(thinking=False), tokenizer())
@@ -57,32 +52,30 @@ def test_a_marker_inside_a_message_opens_nothing():
     assert not thinking_is_open(bare, tokenizer())
 
 
-def test_thinking_that_the_prompt_opened():
-    answer = split("first the mug\n\nthen\n</think>\n\nDone.\n<|im_end|>", thinking=True)
-    assert answer == Answer("first the mug\n\nthen", "Done.\n")
-
-
-def test_thinking_that_the_answer_opens():
-    assert split("<think>\nhm\n</think>\n\nDone.<|im_end|>") == Answer("hm", "Done.")
-
-
-def test_no_thinking():
-    assert split("Done.\n\n<|im_end|>") == Answer("", "Done.\n\n")
-    assert split("\nDone.") == Answer("", "\nDone.")
-
-
-def test_an_answer_cut_inside_the_thinking_has_no_content():
-    assert split("first the mug\n", thinking=True) == Answer("first the mug", "")
+@pytest.mark.parametrize(
+    ("text", "thinking", "answer"),
+    [
+        ("first the mug\n\nthen\n</think>\n\nDone.\n<|im_end|>", True, Answer("first the mug\n\nthen", "Done.\n")),
+        ("first the mug\n", True, Answer("first the mug", "")),  # cut inside the thinking
+        (
+            "a<tool_call>{}</tool_call></think>no",
+            True,
+            Answer("a<tool_call>{}</tool_call>", "no"),
+        ),  # calls nothing there
+        ("<think>\nhm\n</think>\n\nDone.<|im_end|>", False, Answer("hm", "Done.")),
+        ("Done.\n\n<|im_end|>", False, Answer("", "Done.\n\n")),
+        ("\nDone.", False, Answer("", "\nDone.")),
+        ("a</think>b", False, Answer("", "ab")),  # a marker that closes nothing
+    ],
+)
+def test_an_answer_is_its_thinking_and_its_content(text, thinking, answer):
+    assert split(text, thinking=thinking) == answer
 
 
 def test_text_that_looks_like_a_marker_is_text():
     ids = spelled("a </think> b <tool_call>{}</tool_call>")
     assert split_answer(ids, tokenizer(), prompt()) == Answer("", "a </think> b <tool_call>{}</tool_call>")
     assert split_answer(ids, tokenizer(), prompt(thinking=True)) == Answer("a </think> b <tool_call>{}</tool_call>")
-
-
-def test_a_marker_that_closes_nothing_is_left_out():
-    assert split("a</think>b").content == "ab"
 
 
 def test_tool_calls_of_qwen3():
@@ -166,35 +159,6 @@ def test_calls_that_are_never_closed_are_reported():
         "the answer ended inside the call",
     ]
     assert [call.name for call in answer.tool_calls] == ["stop"]
-
-
-def test_nothing_is_called_inside_the_thinking():
-    answer = split('I could <tool_call>{"name": "stop"}</tool_call> now</think>no', thinking=True)
-    assert answer == Answer('I could <tool_call>{"name": "stop"}</tool_call> now', "no")
-
-
-@pytest.mark.parametrize(
-    ("schema", "text", "value"),
-    [
-        ({"type": "boolean"}, "True", True),
-        ({"type": "boolean"}, "false", False),
-        ({"type": "number"}, "1.5", 1.5),
-        ({"type": "integer"}, "2.0", 2.0),
-        ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
-        ({"type": ["string", "null"]}, "None", None),
-        ({"type": ["string", "null"]}, "none of them", "none of them"),
-        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "7", 7),
-        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, '"7"', '"7"'),
-        ({"enum": [1, 2]}, "2", 2),
-        ({"description": "anything"}, "7", "7"),
-        (None, "7", "7"),
-    ],
-)
-def test_parameters_get_their_type(schema, text, value):
-    tool = {"name": "f", "parameters": {"properties": {"x": schema}}}
-    body = f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>"
-    (call,) = split(body, tools=[tool]).tool_calls
-    assert json.loads(call.arguments) == {"x": value}
 
 
 PIECES = st.lists(

@@ -23,33 +23,6 @@ def render(source, messages=({"role": "user", "content": "hi"},), **variables):
     return ChatTemplate(source, {}, "here").render(list(messages), **variables)
 
 
-def test_text_survives_encoding_and_decoding(tmp_path):
-    tokenizer = Tokenizer.open(write_tokenizer(tmp_path))
-    text = "bring the mug: große Tasse, 杯子, 🤖"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.eos_token_id == END
-    assert tokenizer.size == 258
-
-
-def test_special_tokens_are_encoded_and_not_decoded(tmp_path):
-    tokenizer = Tokenizer.open(write_tokenizer(tmp_path))
-    ids = tokenizer.encode("<|start|>a<|end|>")
-    assert (ids[0], ids[-1], len(ids)) == (START, END, 3)
-    assert tokenizer.decode(ids) == "a"
-
-
-def test_a_conversation_becomes_the_templates_text(tmp_path):
-    tokenizer = Tokenizer.open(write_tokenizer(tmp_path))
-    ids = tokenizer.encode_chat([{"role": "user", "content": "go"}])
-    assert ids == tokenizer.encode("<|start|>user\ngo<|end|><|start|>assistant\n")
-
-
-def test_without_a_template_messages_are_refused(tmp_path):
-    tokenizer = Tokenizer.open(write_tokenizer(tmp_path, template=None))
-    with pytest.raises(RequestError, match="no chat template; give plain text"):
-        tokenizer.encode_chat([{"role": "user", "content": "go"}])
-
-
 def test_end_of_text_may_be_an_object_or_absent(tmp_path):
     write_tokenizer(tmp_path / "a", config={"eos_token": {"content": "<|end|>"}})
     write_tokenizer(tmp_path / "b", config={"eos_token": None})
@@ -163,12 +136,6 @@ def test_a_character_comes_with_its_last_byte():
     ids = HF.encode("a🤖").ids
     assert [detokenizer.add([i]) for i in ids] == ["a", "", "", "", "🤖"]
     assert detokenizer.finish() == ""
-
-
-def test_a_character_that_stays_cut_comes_at_the_end():
-    detokenizer = Detokenizer(decode)
-    assert detokenizer.add(HF.encode("🤖").ids[:2]) == ""
-    assert detokenizer.finish() == "\ufffd"
 
 
 def test_the_module_does_not_import_torch():

@@ -247,13 +247,6 @@ def test_a_flipped_bit_of_an_answer_is_named_by_its_line(planner, data, tmp_path
     assert asked(planner, data, path, sampled=0) > 0
 
 
-def test_answers_differ_where_their_tokens_do(planner, data, tmp_path):
-    asked(planner, data, tmp_path / "a.jsonl", sampled=0)
-    one = read_answers(tmp_path / "a.jsonl")[0]
-    assert one != dataclasses.replace(one, tokens=(*one.tokens, 1))
-    assert read_answers(tmp_path / "none.jsonl") == ()
-
-
 def test_a_task_that_cannot_be_asked_is_named_and_the_others_stay(planner, tmp_path):
     bad = {"prompt": "b", "schema": {"type": "nothing"}}
     data = read_tasks(written(tmp_path, [*lines(), bad]))

@@ -247,19 +247,6 @@ def test_a_dry_run_of_minutes_times_no_step_and_bounds_every_answer(given, whole
     assert longer.memory["total"] > told.memory["total"]
 
 
-def test_how_long_all_takes_is_said_before_the_first_answer(given, whole, tmp_path, monkeypatch):
-    run, said = part_of(given, tmp_path / "out", "start", "before"), []
-
-    def stopped(*parts, **named):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(stages, "make_answers", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        train_drafter(replace(run, steps=0, minutes=2.0), say=said.append)
-    (line,) = [line for line in said if line.startswith("time at most: ")]
-    assert re.search(r"\(answers .*, taps .*, training 2 min, evaluation .*\); fewer --prompts", line)
-
-
 def test_a_device_that_is_too_small_is_told_before_and_after(given, whole, tmp_path, monkeypatch):
     run, said = part_of(given, tmp_path / "out", "start", "before", "answers-0.jsonl"), []
 
@@ -365,21 +352,6 @@ def test_what_a_kill_behind_the_end_left_goes(given, whole):
         (work / name).mkdir()
     train_drafter(given)
     assert {path.name for path in work.iterdir() if path.is_dir()} == {"start", "before"}
-
-
-def test_what_is_left_out_is_said(given, whole, tmp_path, monkeypatch):
-    run, said = part_of(given, tmp_path / "out", "start", "before"), []
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    path, more = tmp_path / "plans.jsonl", tmp_path / "more.jsonl"
-    path.write_text(given.data[0].read_text() + json.dumps({"messages": [{"role": "user", "content": [image]}]}) + "\n")
-    bodies = [{"prompt": "Wait. " * 2000}, {"prompt": "Go."}, {"prompt": "Come."}]
-    more.write_text("".join(json.dumps(body) + "\n" for body in bodies))
-    monkeypatch.setattr(stages, "write_taps", lambda *parts, **more: pytest.exit("on"))
-    with pytest.raises(pytest.exit.Exception):
-        train_drafter(replace(run, data=(path, more), heldout=1), say=said.append)
-    assert f"{path}: 4 prompts to train on, 1 held out" in said
-    assert f"{path}: left out with images, or torn at the end: 1" in said
-    assert any(line.startswith(f"{more}: 1 prompts leave no room for an answer in") for line in said)
 
 
 def test_taps_that_the_disk_may_not_take_are_refused(given, whole, tmp_path):

@@ -101,17 +101,6 @@ def test_a_flipped_bit_of_a_shard_is_said_and_the_shard_made_again(bundle, tmp_p
     assert len(said) == 1
 
 
-def test_what_is_hashed_before_the_first_tap_tells_how_far_it_is(bundle, tmp_path, small_shards, monkeypatch):
-    texts, told = samples(bundle), []
-    paths = write_taps(bundle, texts, tmp_path)
-    monkeypatch.setattr(
-        module, "is_whole", lambda path, wanted, done=module.is_whole: told.append(path) or done(path, wanted)
-    )
-    write_taps(bundle, texts, tmp_path, progress=lambda *now: told.append(now))
-    wanted = [one for i, path in enumerate(paths) for one in (("checking taps", i, len(paths)), path)]
-    assert told == [*wanted, ("taps", 0, 0)]
-
-
 def test_what_is_too_long_is_refused(bundle, tmp_path):
     with pytest.raises(RequestError, match=f"the bundle holds {bundle.manifest.max_context}"):
         write_taps(bundle, [Sample((1,) * (bundle.manifest.max_context + 1), 3)], tmp_path)
