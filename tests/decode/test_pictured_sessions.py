@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import ROOT
 from pictures_support import IMAGE, ask, changed, filled, mixed, noise, picture
-from session_support import forked, state_of
+from session_support import forked, state_of, warm
 
 from edge_dflash.decode.controls import Controls, Pace
 from edge_dflash.decode.delegate import Delegate
@@ -26,6 +27,7 @@ from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore, Reuse
 from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.pictures.pictured import Pictured, Placed
+from tests.decode.test_sessions import Watched
 
 FRAME, OTHER = picture(0), picture(2)
 SYSTEM, ASKED, NEXT = [3, 1, 4, 1], [5, 9], [2, 6, 5]
@@ -248,14 +250,15 @@ def test_others_may_use_the_lane_while_pictures_are_seen(lost):
 # any history ---------------------------------------------------------------------------------------------------------
 
 FRAMES = [noise(seed, grid) for seed, grid in enumerate([(2, 2), (2, 4), (4, 4)])]
+PASSES = ("prefill", "propose", "verify", "commit")
 OPS = st.lists(
     st.tuples(
         st.integers(0, 2),  # which session
-        st.sampled_from(["append", "part", "fork", "adopt", "fail", "vacate", "lose"]),
+        st.sampled_from(["append", "part", "fork", "adopt", "fail", "blind", "close", "vacate", "warm", "lose"]),
         st.integers(0, 30),  # where to part, what to say and to show
         st.integers(1, 6),  # steps to take
     ),
-    max_size=20,
+    max_size=25,
 )
 
 
@@ -272,11 +275,12 @@ def said_next(session, op, number):
     return Pictured((*kept.ids, *more.ids), (*kept.pictures, *placed))
 
 
-@settings(max_examples=60)
-@given(OPS, st.sampled_from([0, 5000]), st.sampled_from([0, 1500, 1 << 20]))
-def test_any_history_with_pictures_gives_the_toy_targets_own_tokens(ops, store, seen):
+@settings(max_examples=100)
+@given(OPS, st.sampled_from([0, 300, 5000]), st.sampled_from([0, 1500, 1 << 20]))
+def test_any_history_of_sessions_gives_the_toy_targets_own_tokens(ops, store, seen):
     """The toy target's next token depends on all tokens, pictures and the delta: a wrong state shows at once."""
-    eyes = Eyes(FakeBackend(EYES, right=lambda position: position % 4))
+    watched = Watched(FakeBackend(EYES, right=lambda position: position % 4))
+    eyes = Eyes(watched)
     manager = SessionManager(eyes, "bundle", store=PrefixStore(store))
     manager.seen = SeenStore(seen)
     sessions = [manager.open() for _ in range(3)]
@@ -287,23 +291,29 @@ def test_any_history_with_pictures_gives_the_toy_targets_own_tokens(ops, store, 
             sessions[(who + number) % 3] = forked(session)
         elif op == "adopt":
             sessions[who] = adopt(manager, state_of(session))
+        elif op == "close":
+            session.close()
+            sessions[who] = manager.open()
         elif op == "vacate":
             manager.lanes.vacate()
         elif op == "lose":
             manager.release(session)
+        elif op == "warm":
+            warm(manager, (*session.tokens[: number + 1], number))
         elif len((said := said_next(session, op, number)).ids) < 120:
             if op == "fail":
+                watched.fail_at = (PASSES[number % 4], steps - 1, RuntimeError())
+            elif op == "blind":
                 eyes.broken, eyes.passes = RuntimeError(), eyes.towers + steps // 4
-            keep = (number,) if 0 < number < len(said.ids) else ()
-            try:
-                taken = [step for _, step in zip(range(steps), ask(session, said, FEW, keep=keep), strict=False)]
-            except RuntimeError:
-                taken = []
-            eyes.broken = None
-            new = tuple(token for step in taken for token in step.tokens)
+            keep, new = (number,) if 0 < number < len(said.ids) else (), ()
+            with suppress(RuntimeError):
+                for _, step in zip(range(steps), ask(session, said, FEW, keep=keep), strict=False):
+                    new += step.tokens
+            eyes.broken = watched.fail_at = None
             assert (session.tokens, session.pictures) == ((said.ids + new, said.pictures) if new else before)
             toy = tokens(SessionManager(FakeBackend(EYES)).open(), said)
             assert new == toy[: len(new)]
+        assert manager.store.stats.bytes <= store
         for other in sessions if number % 2 else ():
             if other.tokens:
                 fresh = FakeBackend(EYES)

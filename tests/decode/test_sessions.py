@@ -9,10 +9,8 @@ from itertools import zip_longest
 
 import pytest
 from bundle_support import random_weights, write_bundle
-from fakes import FakeBackend, Grammar, Stepped
+from fakes import Grammar, Stepped
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from session_support import answer, forked, state_of, warm
 
 from edge_dflash.bundle.manifest import fingerprint
@@ -498,64 +496,3 @@ def test_thirty_turns_with_forks_and_cancels_equal_an_unbroken_run():
             session = adopt(managers[turn // 4 % 2], state_of(session))
     assert same_bits(state_of(session).snapshot, alone.snapshot())
     assert len(history) == 180
-
-
-OPS = st.lists(
-    st.tuples(
-        st.integers(0, 3),  # which session
-        st.sampled_from(["append", "part", "fork", "adopt", "fail", "close", "vacate", "warm", "lose"]),
-        st.integers(0, 30),  # where to part, what to say
-        st.integers(1, 5),  # steps to take
-    ),
-    max_size=25,
-)
-
-
-@settings(max_examples=80)
-@given(OPS, st.sampled_from([0, 300, 5000]))
-def test_any_history_of_sessions_gives_the_toy_targets_own_tokens(ops, store):
-    """The toy target's next token depends on all tokens before it, so a wrong state shows at once."""
-    b = Watched(FakeBackend(right=lambda position: position % 4))
-    manager = SessionManager(b, "bundle", store=PrefixStore(store))
-    sessions = [manager.open() for _ in range(4)]
-    for who, op, number, steps in ops:
-        session = sessions[who]
-        history = session.tokens
-        if op == "fork":
-            sessions[(who + number) % 4] = forked(session)
-        elif op == "adopt":
-            sessions[who] = adopt(manager, state_of(session))
-        elif op == "close":
-            session.close()
-            sessions[who] = manager.open()
-        elif op == "vacate":
-            manager.lanes.vacate()
-        elif op == "lose":
-            manager.release(session)
-        elif op == "warm":
-            warm(manager, (*history[: number + 1], number))
-        else:
-            prompt = (*(history if op == "append" else history[:number]), number)
-            if len(prompt) > 50:
-                continue
-            if op == "fail":
-                b.fail_at = (("prefill", "propose", "verify", "commit")[number % 4], steps - 1, RuntimeError())
-            stream = answer(
-                session, prompt, Options(max_new_tokens=8), keep=(number,) if 0 < number < len(prompt) else ()
-            )
-            try:
-                taken = [step for _, step in zip(range(steps), stream, strict=False)]
-            except RuntimeError:
-                taken = None
-            b.fail_at = None
-            if taken is not None:
-                new = tuple(t for step in taken for t in step.tokens)
-                assert session.tokens == (prompt + new if new else history)  # parts of a prompt leave no trace
-            history = session.tokens
-            if history[: len(prompt)] == prompt and len(history) > len(prompt):
-                toy = generate(FakeBackend(), prompt, Options(max_new_tokens=8)).tokens
-                assert history[len(prompt) :] == toy[: len(history) - len(prompt)]
-        for other in sessions:
-            if other.tokens and number % 2 == 0:
-                assert tuple(state_of(other).snapshot.arrays["committed"]) == other.tokens[:-1]
-        assert manager.store.stats.bytes <= store

@@ -11,8 +11,6 @@ from fakes import SHAPE, FakeBackend
 from grammar_support import END, tokenizer, vocab_size
 from service_support import client_of, events, fake_service
 
-from edge_dflash.client.planner import Served, ask
-from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.text.tokenizer import Tokenizer
@@ -179,15 +177,6 @@ def test_calls_of_tools_that_are_not_strict_are_as_the_model_writes_them():
         assert runs(planner, tools=TOOLS, max_new_tokens=120).tool_calls == ()
 
 
-def test_two_strict_calls_in_one_answer():
-    words = DIALECTS["json"]
-    call = '<tool_call>\n{"name": "move", "arguments": {"to": "hall", "speed": 1}}\n</tool_call>'
-    with opened(words, f"First {call} then\n{call}{END}", tools=[STRICT]) as planner:
-        plan = runs(planner, tools=[STRICT])
-        assert [json.loads(one.arguments)["to"] for one in plan.tool_calls] == ["hall", "hall"]
-        assert plan.text.startswith("First ")
-
-
 def test_what_cannot_be_is_refused_by_name():
     words = DIALECTS["json"]
     with opened(words) as planner:
@@ -216,14 +205,6 @@ def test_what_cannot_be_is_refused_by_name():
             planner.plan(TASK, tools=TOOLS, schema=REPORT)
         with pytest.raises(RequestError, match="leave strict out"):
             planner.plan(TASK, tools=[STRICT])
-
-
-def test_options_say_what_takes_part():
-    assert Options(tools=TOOLS, schema=REPORT).constrained
-    assert not Options(tools=TOOLS).constrained
-    assert Options(tools=[STRICT]).strict_calls
-    assert not Options(tools=[STRICT], schema=REPORT).strict_calls
-    assert not Options(tools=[STRICT], tool_choice="move").strict_calls
 
 
 def test_the_service_answers_agents_with_an_output_type(tmp_path):
@@ -274,12 +255,3 @@ def test_the_service_forces_calls(tmp_path):
         refused = client.post(CHAT, json={**body, "tool_choice": "required", **change})
         assert refused.status_code == 400
         assert "tool_choice" in refused.json()["error"]["message"]
-
-
-def test_a_remote_planner_sends_the_choice():
-    server = Served("m", {})
-    assert ask(server, TASK, Options(tools=TOOLS, tool_choice="required"))[1]["tool_choice"] == "required"
-    named = {"type": "function", "function": {"name": "wait"}}
-    assert ask(server, TASK, Options(tools=TOOLS, tool_choice="wait"))[1]["tool_choice"] == named
-    assert "tool_choice" not in ask(server, TASK, Options(tools=TOOLS))[1]
-    assert "tools" not in ask(server, TASK, Options(tools=TOOLS, tool_choice="none"))[1]

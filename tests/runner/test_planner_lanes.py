@@ -174,18 +174,6 @@ def test_one_that_fails_in_a_joint_pass_fails_alone_and_a_lost_pass_fails_all_of
         assert planner.plan(prompt_of(3), max_new_tokens=5).tokens == truth(3, max_new_tokens=5)
 
 
-def test_a_turn_of_a_session_goes_on_where_its_lane_was_given_away():
-    with Planner(Watched(2), None) as planner:
-        session = planner.session()
-        first = session.plan(prompt_of(1), max_new_tokens=6)
-        others = [planner.stream(prompt_of(n), max_new_tokens=12) for n in (2, 3, 4)]
-        second = session.plan([9, 9], max_new_tokens=6)
-        assert [stream.plan.tokens for stream in others] == [truth(n, max_new_tokens=12) for n in (2, 3, 4)]
-    whole = [*prompt_of(1), *first.tokens, 9, 9]
-    assert second.tokens == generate(backend(NAME, ENGINE), whole, Options(max_new_tokens=6)).tokens
-    assert second.reused_tokens > 0
-
-
 def test_a_long_prompt_goes_on_while_short_ones_come():
     stop, answered = threading.Event(), []
 

@@ -1,4 +1,4 @@
-"""Requests with pictures through the planner: alone, as candidates, in lanes and sessions. The task's ids are given."""
+"""Prompts that end in a picture, and sessions that end in the tower. The task's ids are given."""
 
 import threading
 
@@ -15,7 +15,6 @@ from edge_dflash.planner import Planner
 from edge_dflash.text.prompt import Prompt, Prompter
 
 FRAME, OTHER = picture(0), picture(1)
-SAID = mixed([3, 1, 4], FRAME, [1, 5])
 TWO = mixed([3, 1, 4], FRAME, [9], OTHER, [2, 6])
 LAST = mixed([3, 1, 4], OTHER)
 TEXT = mixed([7, 7, 3, 5])
@@ -26,9 +25,7 @@ class Showing(Prompter):
     """Gives ids the pictures that they have in one of the prompts above."""
 
     def prompt(self, task, options, known=None, check=None):
-        if known and known.tokens and tuple(task) not in (SAID.ids, TWO.ids):
-            return super().prompt(task, options, known)
-        said = next(one for one in (SAID, TWO, LAST, TEXT) if one.ids == tuple(task))
+        said = next(one for one in (TWO, LAST, TEXT) if one.ids == tuple(task))
         return Prompt(said.ids, pictures=said.pictures)
 
 

@@ -145,15 +145,17 @@ def test_an_observer_does_not_wait_for_who_waits_for_the_engine(planner):
     session.plan("Go.", max_new_tokens=4)
     refused = []
 
-    def on_the_engine():
+    def on_the_engine(use=session.fork):
         try:
-            session.fork()
+            use()
         except RequestError as error:
             refused.append(str(error))
 
     with session._held():
         planner._engine.call(on_the_engine)
-    assert refused == ["the session is in use by another thread, which waits for this one; call on another one"]
+    with session._saving:  # nor for a disk
+        planner._engine.call(lambda: on_the_engine(lambda: session.save("nowhere")))
+    assert refused == ["the session is in use by another thread, which waits for this one; call on another one"] * 2
 
 
 def test_of_two_saves_to_one_path_the_newer_state_stays(planner, pool, monkeypatch, tmp_path):
@@ -172,15 +174,3 @@ def test_of_two_saves_to_one_path_the_newer_state_stays(planner, pool, monkeypat
         slow.go.set()
     assert newer.result(PATIENT) > older.result(PATIENT) > 0
     assert planner.load_session(tmp_path / "saved").tokens == session.tokens
-
-
-def test_an_observer_does_not_wait_for_a_disk(planner):
-    session = planner.session()
-    session.plan("Go.", max_new_tokens=4)
-
-    def on_the_engine():
-        with pytest.raises(RequestError, match="in use by another thread"):
-            session.save("nowhere")
-
-    with session._saving:
-        planner._engine.call(on_the_engine)
