@@ -105,29 +105,6 @@ def test_an_urgent_request_runs_between_two_chunks():
     assert b.restored == 1
 
 
-@pytest.mark.parametrize("kind", ["deadline", "cancel"])
-def test_an_interrupted_request_need_not_wait_to_end(kind):
-    b = Chunked()
-    planner, urgent, told = Planner(b, None), [], []
-
-    def send():
-        if len(b.ends) == 2:
-            urgent.append(planner.stream(LONG[::-1], max_new_tokens=4, priority=1))
-            if kind == "cancel":
-                threading.Timer(2 * SECONDS, lambda: (slow.cancel(), told.append(time.perf_counter()))).start()
-
-    b.between = send
-    began = time.perf_counter()
-    slow = planner.stream(LONG, deadline=8.5 * SECONDS if kind == "deadline" else None)
-    plan = slow.plan
-    ended = began + plan.timings.total_seconds
-    assert (plan.finish_reason, plan.tokens) == ("deadline" if kind == "deadline" else "cancelled", ())
-    until = began + 8.5 * SECONDS if kind == "deadline" else told[0]
-    assert sum(until < end < ended for end in b.ends) <= 1
-    assert len(urgent[0].plan.tokens) == 4
-    assert urgent[0].plan.timings.total_seconds > 7 * SECONDS  # it ended behind the one that it had interrupted
-
-
 def test_a_turn_that_ends_inside_its_prompt_leaves_no_trace_and_its_state_serves_the_next():
     b = Chunked(0.002)
     planner = Planner(b, None)

@@ -124,18 +124,6 @@ def engine():
 # order ---------------------------------------------------------------------------------------------------------------
 
 
-def test_higher_priorities_go_first_and_callers_take_turns(engine):
-    order, (gate, _) = [], engine.held()
-    asked = [("a", -1), ("a", 0), ("a", 0), ("a", 0), ("b", 0), ("c", 5)]
-    tickets = [
-        engine.add(lambda one=one: iter([order.append(one)][:0]), caller=one[0], priority=one[1]) for one in asked
-    ]
-    gate.go.set()
-    for ticket in tickets:
-        ticket.result(PATIENT)
-    assert order == [("c", 5), ("a", 0), ("b", 0), ("a", 0), ("a", 0), ("a", -1)]
-
-
 def test_ten_callers_lose_nothing_mix_nothing_and_none_starves():
     """Ten threads hand in jobs as fast as they can: one floods, nine want one at a time."""
     names = ["flood", *(f"caller {i}" for i in range(9))]
@@ -251,31 +239,6 @@ def test_what_is_owed_to_cycles_ends_with_the_last_that_decodes_and_calls_wait_f
 
 
 # refusals and evictions ----------------------------------------------------------------------------------------------
-
-
-def test_one_callers_flood_leaves_places_and_gives_way_to_what_is_urgent():
-    with Running(queue=16) as engine:
-        (gate, _), floods, refused = engine.held(), [], 0
-        for _ in range(18):
-            try:
-                floods.append(engine.add(caller="flood"))
-            except QueueFullError:
-                refused += 1
-        assert (len(floods), refused) == (8, 10)
-        with pytest.raises(QueueFullError, match="caller 'flood' has 8"):
-            engine.check_room(0, "flood")
-        own = engine.add(caller="flood", priority=100)
-        with pytest.raises(QueueFullError, match=r"of priority 0, gave its place in the queue to one of .* 100"):
-            floods[-1].result(PATIENT)
-        others = [engine.add(caller=f"other {n}") for n in range(8)]
-        urgent = engine.add(caller="robot", priority=100)
-        with pytest.raises(QueueFullError, match="gave its place"):
-            floods[-2].result(PATIENT)  # the flood's, which has most
-        assert engine.waiting == 16
-        assert others[0].cancel() is None  # makes room at once
-        others[0] = engine.add(caller="other")
-        gate.go.set()
-        assert {ticket.result(PATIENT).finish_reason for ticket in (own, urgent, *others, *floods[:-2])} == {"stop"}
 
 
 def test_a_closed_engine_refuses():

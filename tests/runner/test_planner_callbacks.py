@@ -25,12 +25,13 @@ PATIENT = 60
 
 
 class Strict(Delegate):
-    """A backend that knows whether it is freed under a step, or used after it was freed."""
+    """A backend that knows whether it is freed under a step, or used after it was freed; a verify waits for ``go``."""
 
-    def __init__(self):
+    def __init__(self, go=None):
         self.inner = FakeBackend()
         super().__init__(self.inner)
         self.inside, self.closed, self.wrong = False, 0, []
+        self.began, self.go = threading.Event(), go
 
     def _pass(self, run, *args):
         if self.closed:
@@ -45,6 +46,8 @@ class Strict(Delegate):
         return self._pass(super().prefill, ids, lane, sight)
 
     def verify(self, ids, lane=0, parents=None):
+        self.began.set()
+        assert self.go is None or self.go.wait(PATIENT)
         return self._pass(super().verify, ids, lane)
 
     def commit(self, rows, lane=0, path=None):
@@ -87,12 +90,15 @@ def in_time(function):
 # closing --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in OBSERVED if name != "aside"])
+@pytest.mark.parametrize("name", OBSERVED)
 def test_a_planner_that_an_observer_closes_is_freed_after_the_step(name):
-    asked = threading.Event()
-    backend, watching = Strict(), Calling(name, lambda: asked.wait(PATIENT) and planner.close())
-    planner = Planner(backend, None, observer=watching)
-    running, waiting = planner.stream(PROMPT, max_new_tokens=40), planner.stream((5,), max_new_tokens=40)
+    asked, aside = threading.Event(), name == "aside"
+    backend = Strict(asked if aside else None)
+    watching = Calling(name, lambda: asked.wait(PATIENT) and planner.close())
+    planner = Planner(backend, None, observer=watching, fallback=False)
+    running = planner.stream(PROMPT, max_new_tokens=40, speculative=not aside)
+    assert not aside or backend.began.wait(PATIENT)
+    waiting = planner.stream((5,), max_new_tokens=40, priority=5 * aside)
     asked.set()
     plans = [in_time(lambda stream=stream: stream.plan) for stream in (running, waiting)]
     assert [plan.finish_reason for plan in plans] == ["length" if name == "ended" else "cancelled", "cancelled"]
@@ -102,26 +108,6 @@ def test_a_planner_that_an_observer_closes_is_freed_after_the_step(name):
     with pytest.raises(RequestError, match="the engine is closed"):
         planner.plan(PROMPT)
     in_time(lambda: planner.close() or True)
-
-
-def test_an_observer_may_close_when_a_request_is_set_aside():
-    began, queued = threading.Event(), threading.Event()
-
-    class Held(Strict):
-        def verify(self, ids, lane=0, parents=None):
-            began.set()
-            assert queued.wait(PATIENT)
-            return super().verify(ids, lane)
-
-    backend, watching = Held(), Calling("aside", lambda: planner.close())
-    planner = Planner(backend, None, observer=watching, fallback=False)
-    slow = planner.stream(PROMPT, max_new_tokens=40, speculative=False)
-    assert began.wait(PATIENT)
-    urgent = planner.stream((5,), max_new_tokens=4, priority=5)
-    queued.set()
-    assert [in_time(lambda stream=stream: stream.plan.finish_reason) for stream in (slow, urgent)] == ["cancelled"] * 2
-    watching.thread.join(PATIENT)
-    assert (watching.error, backend.wrong, backend.closed) == (None, [], 1)
 
 
 def test_closing_in_the_loop_over_a_stream_and_from_other_threads_waits_for_the_step():

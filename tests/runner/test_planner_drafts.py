@@ -7,7 +7,6 @@ from fakes import SHAPE, FakeBackend
 
 from edge_dflash.decode import drafts
 from edge_dflash.decode.delegate import Delegate
-from edge_dflash.decode.drafts import DraftChoice
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 
@@ -68,13 +67,6 @@ def test_a_planner_that_measured_verifies_as_many_as_pay(plain, monkeypatch):
         plans = [planner.plan(PROMPT, max_new_tokens=40) for _ in range(3)]
         assert all(plan.tokens == plain.tokens for plan in plans)
         assert plans[-1].drafting.usual == right
-
-
-def test_the_first_choice_starts_from_an_accept_length_that_was_seen():
-    for accept_length in (1.0, SHAPE.drafts + 1):
-        choice = DraftChoice(SHAPE.drafts)
-        choice.begin(FakeBackend(), accept_length)
-        assert choice.acceptance.tokens()[-1] == pytest.approx(accept_length, rel=0.15)
 
 
 def test_too_many_drafts_are_refused_before_anything_is_loaded(ids_bundle, monkeypatch):

@@ -159,15 +159,6 @@ def test_system_prompts_are_computed_once(planner):
     assert planner.prefixes.hits >= 2
 
 
-def test_a_bundle_without_tokenizer_converses_in_ids():
-    planner = Planner(FakeBackend(), None)
-    session = planner.session()
-    first = session.plan((3, 1, 4), max_new_tokens=4)
-    second = session.plan((9,), max_new_tokens=4)
-    assert session.tokens == (3, 1, 4, *first.tokens, 9, *second.tokens)
-    assert second.tokens == planner.plan((3, 1, 4, *first.tokens, 9), max_new_tokens=4).tokens
-
-
 # turns that end badly ------------------------------------------------------------------------------------------------
 
 
