@@ -17,7 +17,7 @@ from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import loading
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.graphs import joint_steps
-from edge_dflash.backends.cuda.kernels.small import SlotWords
+from edge_dflash.backends.cuda.kernels.cycle import SlotWords
 from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.backends.cuda.slots import Slots
 from edge_dflash.bench.device import REPEATS, force, profile

@@ -8,7 +8,7 @@ from cubin_support import CACHE, cubin, kernel_use, need_compiler
 from native_support import formats_of, write_native_bundle
 
 from edge_dflash.backends.cuda import compile as kernels
-from edge_dflash.backends.cuda.kernels import sample, small
+from edge_dflash.backends.cuda.kernels import cycle, sample, small
 from edge_dflash.errors import BackendError
 from tests.scripts.kernels import main
 
@@ -29,7 +29,7 @@ def test_a_report_names_every_kernel_of_every_arch(capsys):
 
 @pytest.mark.parametrize(
     ("unit", "kernels_of"),
-    [(small.UNIT, small.Small), (small.CYCLE_UNIT, small.CycleKernels), (sample.UNIT, sample.Sampler)],
+    [(small.UNIT, small.Small), (cycle.UNIT, cycle.CycleKernels), (sample.UNIT, sample.Sampler)],
 )
 def test_every_kernel_of_a_unit_is_loaded(unit, kernels_of):
     loaded = []

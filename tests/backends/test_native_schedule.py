@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edge_dflash.backends.cuda.compile import KERNELS
-from edge_dflash.backends.cuda.kernels.small import RESULT_WORDS, Result
+from edge_dflash.backends.cuda.kernels.cycle import RESULT_WORDS, Result
 from edge_dflash.backends.cuda.rotary import rope_table
 from edge_dflash.backends.cuda.schedule import place, schedule, strides_of_blocks
 from edge_dflash.backends.cuda.steps import Columns, Copy, Gather, Head, Mix, Multiply, Normalise, Project, State

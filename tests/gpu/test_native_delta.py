@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from native_linear_support import fetch_blocks
-from native_state_support import Device, bf16, threads
+from native_state_support import Device, bf16, commit, threads
 
 from edge_dflash.backends.cuda.kernels import delta as native_delta
 from edge_dflash.backends.cuda.kernels import small as native_small
@@ -237,7 +237,7 @@ def test_pending_rows_may_be_committed_by_the_kernel_right_before(device):
 
             def passes(k=k, outs=outs):
                 for committed, out in ((k, outs[0]), (-1, outs[1])):  # the second pass repeats the first's own rows
-                    small.commit(device.control, committed)
+                    commit(small, device.control, committed)
                     layer.kernels.run(DeltaTensors(*matrices, out), layer.layer, layer.scratch, device.words())
 
             device.gpu.capture(passes).launch()

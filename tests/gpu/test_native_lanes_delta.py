@@ -9,7 +9,7 @@ import pytest
 import torch
 from native_lanes_support import IDLE, LANES, Slot, bits, input_rows, set_slots
 from native_linear_support import fetch_blocks
-from native_state_support import Device, bf16, threads
+from native_state_support import Device, bf16, commit, threads
 
 from edge_dflash.backends.cuda.kernels import delta as native_delta
 from edge_dflash.backends.cuda.kernels import small as native_small
@@ -165,7 +165,7 @@ def test_pending_rows_of_slots_may_be_committed_by_the_kernel_right_before(devic
         device.set(1, pending=stale)
 
         def run(layer=layer, out=out):
-            small.commit(device.control.at(32, 32), 5)
+            commit(small, device.control.at(32, 32), 5)
             kernels.run(DeltaTensors(*tensors, out), layer, scratch, device.words(slots=2))
 
         device.gpu.capture(run).launch()

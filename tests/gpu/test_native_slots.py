@@ -9,9 +9,11 @@ from native_state_support import Device, bf16
 from test_native_sample import FILTERS, logits
 from test_native_walk import op_of
 
+from edge_dflash.backends.cuda.kernels import cycle as native_cycle
 from edge_dflash.backends.cuda.kernels import sample, small, walk
+from edge_dflash.backends.cuda.kernels.cycle import COUNTED_WORDS, RESULT_WORDS, CycleKernels, Result, SlotWords
 from edge_dflash.backends.cuda.kernels.sample import Block, Chooser, Sampler, SamplingBuffers, Span
-from edge_dflash.backends.cuda.kernels.small import COUNTED_WORDS, RESULT_WORDS, CycleKernels, Result, SlotWords, Small
+from edge_dflash.backends.cuda.kernels.small import Small
 from edge_dflash.backends.cuda.kernels.walk import DeviceWalk, WalkBuffers, WalkShape, WalkWeights
 from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, Control, Matrix
 from edge_dflash.backends.cuda.slots import IDLE
@@ -156,7 +158,7 @@ def test_each_slot_walks_as_it_does_alone(head, judged, rows, top):
 
 def test_slots_are_set_drafted_for_accepted_and_committed_apart():
     made, gpu, block = device(), device().gpu, 6
-    cycle = CycleKernels(gpu, made.module(small.CYCLE_UNIT))
+    cycle = CycleKernels(gpu, made.module(native_cycle.UNIT))
     gpu.fill(made.control, 0xAB)
     words = [SlotWords(2, 10, 3, 70), IDLE, SlotWords(0, 20, 0, 71, 9)]
     cycle.set(made.control, {0: words[0], 2: words[2], 1: words[1]})

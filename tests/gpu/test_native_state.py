@@ -7,10 +7,12 @@ import torch
 from native_state_support import Device, bf16, threads
 
 from edge_dflash.backends.cuda.kernels import attend as native_attend
+from edge_dflash.backends.cuda.kernels import cycle as native_cycle
 from edge_dflash.backends.cuda.kernels import small as native_small
 from edge_dflash.backends.cuda.kernels.attend import AttendShape, AttendTensors, Attention
 from edge_dflash.backends.cuda.kernels.attend import KvMemory as DeviceKv
-from edge_dflash.backends.cuda.kernels.small import CycleKernels, Small
+from edge_dflash.backends.cuda.kernels.cycle import CycleKernels
+from edge_dflash.backends.cuda.kernels.small import Small
 from edge_dflash.backends.cuda.memory import Control, Matrix, Norm
 from edge_dflash.backends.reference.attention import KvMemory, attend, rope_table, store_context
 from edge_dflash.backends.reference.dense import rms_norm
@@ -222,7 +224,7 @@ def test_layers_appended_together_store_what_attention_stores(device, kv):
 
 
 def test_columns_are_copied_wherever_they_lie(device):
-    frame, g = CycleKernels(device.gpu, device.module(native_small.CYCLE_UNIT)), torch.Generator().manual_seed(4)
+    frame, g = CycleKernels(device.gpu, device.module(native_cycle.UNIT)), torch.Generator().manual_seed(4)
     values = bf16(16, 13_000, generator=g)
     source, out = device.rows(values), device.rows(torch.zeros(16, 13_000))
     places = [(0, 2560), (2560, 6), (2568, 10_002), (12_576, 8), *((12_600 + 10 * i, 4) for i in range(6))]  # columns

@@ -37,10 +37,11 @@ from occupied import Occupied, Sleepers
 
 from edge_dflash.backends.cuda.compile import cached_cubin
 from edge_dflash.backends.cuda.kernels.attend import AttendTensors, Attention
+from edge_dflash.backends.cuda.kernels.cycle import CycleKernels
 from edge_dflash.backends.cuda.kernels.delta import DeltaKernels, DeltaScratch, DeltaTensors
 from edge_dflash.backends.cuda.kernels.experts import ExpertKernels, ExpertsBuffers, ExpertWeights, Forced
 from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights
-from edge_dflash.backends.cuda.kernels.small import CycleKernels, Small
+from edge_dflash.backends.cuda.kernels.small import Small
 from edge_dflash.backends.cuda.memory import (
     CONTROL_BYTES,
     NULL,

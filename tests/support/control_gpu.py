@@ -6,7 +6,7 @@ import numpy as np
 from native_support import NATIVE_PAIR, FakeGpu
 
 from edge_dflash.backends.cuda.driver import Kernel
-from edge_dflash.backends.cuda.kernels.small import COUNTED_WORDS, RESULT_WORDS
+from edge_dflash.backends.cuda.kernels.cycle import COUNTED_WORDS, RESULT_WORDS
 
 BLOCK = NATIVE_PAIR.drafter.block_size
 WORDS = ("length", "pending", "rows", "anchor", "lane")

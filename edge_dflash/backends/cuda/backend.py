@@ -14,8 +14,8 @@ from edge_dflash.backends.cuda.cycle import DeviceCycle
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.graphs import Graphs, HostBuffers
 from edge_dflash.backends.cuda.honoured import check_honoured, check_programs
+from edge_dflash.backends.cuda.kernels.cycle import SlotWords
 from edge_dflash.backends.cuda.kernels.sample import Chooser
-from edge_dflash.backends.cuda.kernels.small import SlotWords
 from edge_dflash.backends.cuda.loading import DenseExecutor, Launches, load
 from edge_dflash.backends.cuda.rows import HostWalk, NativeRows, WalkedRows
 from edge_dflash.backends.cuda.slots import Lane, Slots

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from edge_dflash.backends.cuda.graphs import ByRows
-from edge_dflash.backends.cuda.kernels.small import Result
+from edge_dflash.backends.cuda.kernels.cycle import Result
 from edge_dflash.backends.cuda.rows import NativeRows
 from edge_dflash.backends.cuda.slots import IDLE, Lane
 from edge_dflash.decode.backend import Asked, Cycle, Outcome

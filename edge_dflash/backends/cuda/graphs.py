@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from edge_dflash.backends.cuda.driver import Gpu, Graph
+from edge_dflash.backends.cuda.kernels.cycle import COUNTED_WORDS, RESULT_WORDS, Result
 from edge_dflash.backends.cuda.kernels.sample import SETTINGS, Block, Chooser, Span
-from edge_dflash.backends.cuda.kernels.small import COUNTED_WORDS, RESULT_WORDS, Result
 from edge_dflash.backends.cuda.loading import Loaded
 from edge_dflash.backends.cuda.memory import NULL, Array, DevicePointer, Words
 from edge_dflash.backends.cuda.steps import PassStep

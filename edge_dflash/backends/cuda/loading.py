@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from edge_dflash.backends.cuda.driver import Gpu, Module
-from edge_dflash.backends.cuda.kernels import attend, conv, delta, sample, small, walk
+from edge_dflash.backends.cuda.kernels import attend, conv, cycle, delta, sample, small, walk
 from edge_dflash.backends.cuda.kernels.attend import Attention
 from edge_dflash.backends.cuda.kernels.conv import Convolutions
+from edge_dflash.backends.cuda.kernels.cycle import CycleKernels
 from edge_dflash.backends.cuda.kernels.delta import DeltaKernels, DeltaScratch
 from edge_dflash.backends.cuda.kernels.experts import ExpertKernels
 from edge_dflash.backends.cuda.kernels.linear import Linears
 from edge_dflash.backends.cuda.kernels.sample import Sampler, SamplingBuffers
-from edge_dflash.backends.cuda.kernels.small import CycleKernels, Small
+from edge_dflash.backends.cuda.kernels.small import Small
 from edge_dflash.backends.cuda.kernels.splits import ALONE_ROWS, MOST_ROWS, StreamSplits, row_tile
 from edge_dflash.backends.cuda.kernels.walk import DeviceWalk
 from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, DevicePointer, Matrix, Placement
@@ -273,7 +274,7 @@ def load(
 
     kernels = Kernels(
         small=Small(gpu, module(small.UNIT)),
-        cycle=CycleKernels(gpu, module(small.CYCLE_UNIT)),
+        cycle=CycleKernels(gpu, module(cycle.UNIT)),
         sampler=Sampler(gpu, module(sample.UNIT)),
         attention=_faces(gpu, Attention, module(attend.UNIT), states.shapes),
         delta=_faces(gpu, DeltaKernels, module(delta.UNIT), states.delta_shapes) if states.delta_shapes else {},
@@ -372,8 +373,8 @@ def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocat
         drafts=memory.take("cycle", 4 * rows),
         choices=memory.take("cycle", 4 * rows),
         logits=Matrix(memory.take("logits", 2 * rows * stride), stride),
-        clock=memory.take("cycle", small.clock_bytes(sizes.lanes)),
-        counted=memory.take("cycle", 4 * small.COUNTED_WORDS * slots),
+        clock=memory.take("cycle", cycle.clock_bytes(sizes.lanes)),
+        counted=memory.take("cycle", 4 * cycle.COUNTED_WORDS * slots),
         sampling=SamplingBuffers.take(memory, tile, vocabulary, slots),
         images=memory.take("activations", layout.image_bytes),
     )

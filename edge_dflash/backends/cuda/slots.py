@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from edge_dflash.backends.cuda.kernels.small import CycleKernels, SlotWords
+from edge_dflash.backends.cuda.kernels.cycle import CycleKernels, SlotWords
 from edge_dflash.backends.cuda.memory import DevicePointer
 
 IDLE = SlotWords(-1)

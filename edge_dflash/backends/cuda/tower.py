@@ -279,7 +279,7 @@ class Tower:
                 tables = self._tables["corners"], self._tables["shares"]
                 kernels.positions(x, self._vectors[step.table], *tables, rows, columns)
             case Looked():
-                kernels.turn(x, self._tables["cos"], self._tables["sin"], rows, step.op.heads)
+                kernels.rotate(x, self._tables["cos"], self._tables["sin"], rows, step.op.heads)
                 kernels.attend(x, out, rows, step.op.heads)
             case _:
                 raise TypeError(f"no kernel for step {type(step).__name__}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edge_dflash.backends.cuda.kernels.source import Signature, structure
+from edge_dflash.backends.cuda.kernels.source import KernelFace, Signature, structure
 from edge_dflash.backends.cuda.memory import NULL, Allocator, Array, DevicePointer, Matrix
 from edge_dflash.decode.sampling import Packed, Sampling
 
@@ -118,12 +118,11 @@ def write_sampling(settings: Array, sampling: Sampling) -> None:
     settings["seed"], settings["top_k"] = sampling.seed, min(sampling.top_k, _MOST_K)
 
 
-class Sampler:
+class Sampler(KernelFace):
     """Loaded kernels. A row's choice depends on its logits, its mask, its position and the settings alone."""
 
     def __init__(self, gpu: Gpu, module: Module) -> None:
-        self._gpu = gpu
-        self._kernels = {name: module.kernel(name) for name in _KERNELS}
+        super().__init__(gpu, module, _SIGNATURES)
 
     def choose(
         self,
@@ -167,9 +166,6 @@ class Sampler:
         """found[r] (float32) = log-probability of ids[r] (int32) by row r, of as many rows as there are ids."""
         given = {"logits": logits, "ids": ids, "found": found, "stride": logits.stride, "columns": columns}
         self._launch("row_logprobs", (ids.nbytes // 4, 1, 1), _LOGPROB_THREADS, **given)
-
-    def _launch(self, name: str, grid: tuple[int, int, int], threads: int, *records: object, **values: Any) -> None:
-        self._gpu.launch(self._kernels[name], grid, threads, _SIGNATURES[name](*records, **values), overlap=True)
 
 
 class Chooser:

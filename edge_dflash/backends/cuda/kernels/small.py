@@ -1,46 +1,26 @@
-"""The small kernels of a pass and the frame of a cycle, and their launches: kernels/small.cu and cycle.cu."""
+"""The small kernels of a pass, and their launches: kernels/small.cu."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
-from edge_dflash.backends.cuda.driver import Gpu, Module
-from edge_dflash.backends.cuda.kernels.source import Signature, structure
-from edge_dflash.backends.cuda.memory import CONTROL_BYTES, NULL, Array, DevicePointer, Matrix, Norm
-from edge_dflash.model.ops import Add, Elementwise, SwiGlu
+from edge_dflash.backends.cuda.kernels.source import KernelFace, Signature
+from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix, Norm
 
-UNIT, CYCLE_UNIT = "small", "cycle"
-ELEMENTWISE: Mapping[type[Elementwise], str] = {SwiGlu: "gate_columns", Add: "add_columns"}  # kernels of cycle.cu
-MOST_SLOTS = 8  # of a pass
-COUNTED_WORDS = 3  # of a slot: rows asked for, threshold, rows that are sure (Counted of kernels/control.cuh)
-RESULT_WORDS = 4 + 32 + 6  # accepted, drafts that counted, two unused, choices of 32 rows, three clocks of 64 bits
+if TYPE_CHECKING:
+    from edge_dflash.backends.cuda.driver import Gpu, Module
+
+UNIT = "small"
 _THREADS = 256
-_PARTS = 8  # that one launch copies
-_NAMES = {
-    UNIT: ("gather_rows", "gather_norm", "rms_norm", "last_row", "commit_rows", "commit_prefill"),
-    CYCLE_UNIT: ("cycle_ids", "cycle_accept", "cycle_set", "copy_columns", *ELEMENTWISE.values(), "stamp"),
-}
-_SIGNATURES = {name: Signature(f"{unit}.cu", name) for unit, names in _NAMES.items() for name in names}
-_Parts, _Blocks = structure("cycle.cu", "Parts"), structure("cycle.cu", "Blocks")
+_NAMES = ("gather_rows", "gather_norm", "rms_norm", "last_row", "commit_rows", "commit_prefill")
+_SIGNATURES = {name: Signature("small.cu", name) for name in _NAMES}
 
 
-class _Kernels:
-    """The loaded kernels of a unit, launched by name with named arguments."""
-
-    def __init__(self, gpu: Gpu, module: Module, unit: str) -> None:
-        self._gpu, self._kernels = gpu, {name: module.kernel(name) for name in _NAMES[unit]}
-
-    def _launch(self, name: str, grid: tuple[int, int, int], threads: int, **values: Any) -> None:
-        self._gpu.launch(self._kernels[name], grid, threads, _SIGNATURES[name](**values), overlap=True)
-
-
-class Small(_Kernels):
+class Small(KernelFace):
     """Loaded kernels. Matrices are BF16 with an even number of columns, ids and control words int32."""
 
     def __init__(self, gpu: Gpu, module: Module) -> None:
-        super().__init__(gpu, module, UNIT)
+        super().__init__(gpu, module, _SIGNATURES)
 
     def embed(
         self,
@@ -72,10 +52,6 @@ class Small(_Kernels):
         grid = (max(-(-columns // 8 // _THREADS), 1), 1, 1)
         self._launch("last_row", grid, _THREADS, x=x, out=out, rows_there=rows, rows=most, columns=columns)
 
-    def commit(self, control: DevicePointer, rows: int) -> None:
-        """Commit ``rows`` of the last verify of slot 0: they become pending."""
-        self._launch("commit_rows", (1, 1, 1), 32, control=control, rows=rows, slots=1)
-
     def replayed(self, control: DevicePointer, slots: int = 1) -> None:
         """End of a verify pass or flush of so many slots: nothing is pending any more."""
         self._launch("commit_rows", (1, 1, 1), 32, control=control, rows=-1, slots=slots)
@@ -83,115 +59,3 @@ class Small(_Kernels):
     def commit_prefill(self, control: DevicePointer) -> None:
         """End of a prefill pass: its rows are committed and in the recurrent state."""
         self._launch("commit_prefill", (1, 1, 1), 32, control=control)
-
-
-def clock_bytes(lanes: int) -> int:
-    """Of propose and of verify, ns; each lane's cycles so far, where benchmarks count them."""
-    return 8 * (2 + lanes)
-
-
-class SlotWords(NamedTuple):
-    """What the control block of a slot says, or has to say."""
-
-    lane: int  # below 0: idle
-    length: int = 0  # committed rows
-    pending: int = 0  # of those: rows that are not in the recurrent state
-    anchor: int = 0
-    rows: int = 0  # of a prefill pass
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one cycle read back."""
-
-    accepted: int  # drafts that equal the target's choices
-    counted: int  # drafts that might have been
-    choices: tuple[int, ...]  # of every row
-    propose_seconds: float
-    verify_seconds: float
-
-    @classmethod
-    def of(cls, words: Array, rows: int) -> Result:
-        """From int32 words [RESULT_WORDS]."""
-        found: list[int] = words.tolist()
-        propose, verify, accept = ((found[i] & 0xFFFFFFFF) | found[i + 1] << 32 for i in (36, 38, 40))
-        return cls(found[0], found[1], tuple(found[4 : 4 + rows]), (verify - propose) * 1e-9, (accept - verify) * 1e-9)
-
-
-class CycleKernels(_Kernels):
-    """Loaded kernels. Ids, drafts, choices and control words are int32."""
-
-    def __init__(self, gpu: Gpu, module: Module) -> None:
-        super().__init__(gpu, module, CYCLE_UNIT)
-
-    def ids(
-        self,
-        control: DevicePointer,
-        ids: DevicePointer,
-        rows: int,
-        *,
-        mask: int = 0,
-        drafts: DevicePointer = NULL,
-        clock: DevicePointer = NULL,
-        slots: int = 1,
-        apart: int = 0,
-    ) -> None:
-        """Ids [slots, rows] = [anchor, drafts...] for verify, or [anchor, mask...] for propose; ``clock`` [1] uint64.
-
-        ``apart``: from a slot's first draft to the next one's.
-        """
-        given = {"control": control, "drafts": drafts, "ids": ids, "rows": rows, "mask": mask, "clock": clock}
-        self._launch("cycle_ids", (slots, 1, 1), 32, **given, apart=apart)
-
-    def accept(
-        self,
-        drafts: DevicePointer,
-        choices: DevicePointer,
-        rows: int,
-        control: DevicePointer,
-        result: DevicePointer,
-        clock: DevicePointer,
-        pattern: DevicePointer = NULL,
-        valid: DevicePointer = NULL,
-        *,
-        slots: int = 1,
-        apart: int = 0,
-        valid_apart: int = 0,
-    ) -> None:
-        """Accept drafts that equal the choices [slots, rows] and commit.
-
-        ``result`` [slots, RESULT_WORDS] may be page-locked memory. ``pattern`` int32: accepted drafts a cycle instead.
-        ``valid`` int32: how many of the rows count; null: all. ``apart``, ``valid_apart``: words from a slot's first
-        draft, or count, to the next one's.
-        """
-        given = {"drafts": drafts, "choices": choices, "rows": rows, "control": control, "result": result}
-        given |= {"clock": clock, "pattern": pattern, "patterns": pattern.nbytes // 4 if pattern.address else 0}
-        self._launch("cycle_accept", (slots, 1, 1), 32, **given, valid=valid, apart=apart, valid_apart=valid_apart)
-
-    def set(self, control: DevicePointer, slots: Mapping[int, SlotWords]) -> None:
-        """Write the control words of some slots."""
-        each = CONTROL_BYTES // 4
-        words = [0] * (MOST_SLOTS * each)
-        for slot, (lane, length, pending, anchor, rows) in slots.items():
-            words[each * slot : each * slot + 5] = [length, pending, rows, anchor, lane]  # Control
-        given = {"blocks": _Blocks.of(words=words), "slots": sum(1 << slot for slot in slots)}
-        self._launch("cycle_set", (1, 1, 1), len(words), control=control, **given)
-
-    def copy(self, x: Sequence[Matrix], out: Sequence[Matrix], columns: Sequence[int], rows: int) -> None:
-        """out[i] = x[i]; even numbers of columns."""
-        for first in range(0, len(x), _PARTS):
-            source, target, widths = (every[first : first + _PARTS] for every in (x, out, columns))
-            parts = _Parts.of(x=source, out=target, columns=widths)
-            self._launch("copy_columns", (rows, len(source), 1), _THREADS, parts=parts)
-
-    def elementwise(
-        self, op: type[Elementwise], inputs: Sequence[Matrix], out: Matrix, rows: int, columns: int
-    ) -> None:
-        """Out = op(inputs)."""
-        names = ("gate", "up") if op is SwiGlu else ("a", "b")
-        given = dict(zip(names, inputs, strict=True))
-        self._launch(ELEMENTWISE[op], (rows, 1, 1), _THREADS, **given, out=out, columns=columns)
-
-    def stamp(self, place: DevicePointer) -> None:
-        """The device's clock, in ns, into a uint64."""
-        self._launch("stamp", (1, 1, 1), 1, place=place)

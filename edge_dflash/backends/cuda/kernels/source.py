@@ -12,9 +12,12 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from edge_dflash.backends.cuda.memory import NULL, Argument, DevicePointer, Matrix
+
+if TYPE_CHECKING:
+    from edge_dflash.backends.cuda.driver import Gpu, Module
 
 KERNELS = Path(__file__).parent
 INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.M)
@@ -51,6 +54,17 @@ class Signature:
     def __call__(self, *records: object, **values: Any) -> tuple[Argument, ...]:
         """Arguments, each from ``values`` or from the first of ``records`` that has it."""
         return tuple(_fit(name, pointer, _find(name, records, values)) for name, pointer in self._parameters)
+
+
+class KernelFace:
+    """The loaded kernels of a unit, each launched by its name with its parameters by theirs."""
+
+    def __init__(self, gpu: Gpu, module: Module, signatures: Mapping[str, Signature]) -> None:
+        self._gpu, self._signatures = gpu, signatures
+        self._kernels = {name: module.kernel(name) for name in signatures}
+
+    def _launch(self, name: str, grid: tuple[int, int, int], threads: int, *records: object, **values: Any) -> None:
+        self._gpu.launch(self._kernels[name], grid, threads, self._signatures[name](*records, **values), overlap=True)
 
 
 class Struct(ctypes.Structure):

@@ -93,8 +93,8 @@ class TowerKernels:
         given = {"x": x, "bias": bias, "residual": residual, "out": out, "columns": columns, "stride": x.stride}
         self._launch("finish", rows, **given, activation=activation)
 
-    def turn(self, qkv: Matrix, cosine: DevicePointer, sine: DevicePointer, rows: int, heads: int) -> None:
-        """Turn queries and keys of qkv [rows, 3 * heads * dim] by angles [rows, dim / 2]."""
+    def rotate(self, qkv: Matrix, cosine: DevicePointer, sine: DevicePointer, rows: int, heads: int) -> None:
+        """Rotate queries and keys of qkv [rows, 3 * heads * dim] by angles [rows, dim / 2]."""
         given = {"qkv": qkv, "cosine": cosine, "sine": sine, "heads": heads, "dim": self._dim}
         self._launch("turn", rows, **given, stride=qkv.stride)
 
