@@ -63,7 +63,12 @@ def _check(**given: object) -> None:
 
 
 class Planner(LocalPlanning[PlannerSession]):
-    """A loaded pair that turns tasks into plans, from any thread: one in each lane, others in a fair, bounded queue."""
+    """A loaded pair that turns tasks into plans, from any thread: one in each lane, others in a fair, bounded queue.
+
+    The way of a task: ``plan`` and its like (runner/planning.py) have it prepared as jobs (runner/local.py), which
+    ``Engine.submit`` queues; on the engine's thread (runner/engine.py) each job goes through the steps of
+    decode/loop.py, and a round's cycles run together: ``backend.cycles``.
+    """
 
     def __init__(
         self,
@@ -204,7 +209,7 @@ class Planner(LocalPlanning[PlannerSession]):
 
         Sessions keep their state. Nothing here waits for requests: one whose prompt is being computed goes on.
         """
-        self._engine.call(self._engine.manager.lanes.vacate)
+        self._engine.call(self._engine.manager.lanes.evict_all)
         return self._engine.backend
 
     @property

@@ -40,9 +40,9 @@ class Timed:
         """Time ``inner``."""
         self._inner = inner
 
-    def walk(self, free: Sequence[int], ask: Ask) -> list[int]:
+    def amend(self, free: Sequence[int], ask: Ask) -> list[int]:
         """See Constraint."""
-        return self._timed(self._inner.walk, free, ask)
+        return self._timed(self._inner.amend, free, ask)
 
     def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
         """See Constraint."""

@@ -209,7 +209,7 @@ class Meter:
         return Prefill(len(prompt), best * 1e3, rate, rate / matmul_rate if rate and matmul_rate else None)
 
 
-def host_cycle(timed: Sequence[TimedCycle]) -> CycleTimes:
+def mean_cycle(timed: Sequence[TimedCycle]) -> CycleTimes:
     """The mean cycle by the host's clock: all that is known of a backend without a device."""
     rows = [(c.context, c.seconds, c.found.propose_seconds, c.found.verify_seconds) for c in timed]
     context, whole, propose, verify = (mean(column) for column in zip(*rows, strict=True))

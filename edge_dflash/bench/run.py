@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from edge_dflash.bench.device import Device, StepTime, force, memory, on_device, profile
 from edge_dflash.bench.lanes import company, load
-from edge_dflash.bench.measure import ROUNDS, Decodings, Meter, host_cycle, lent
+from edge_dflash.bench.measure import ROUNDS, Decodings, Meter, lent, mean_cycle
 from edge_dflash.bench.provenance import ClockSample, describe
 from edge_dflash.bench.result import (
     BenchResult,
@@ -52,7 +52,7 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
     say("timing the parts of a cycle")
     sample = ClockSample()
     prompt = tiled(subject.filler, work.context)
-    cycle = meter.device_cycle(prompt, sample) if on_gpu else host_cycle(decodings.cycles)
+    cycle = meter.device_cycle(prompt, sample) if on_gpu else mean_cycle(decodings.cycles)
     machine = {**describe(), **device.description, "clocks": sample.result()}
     prefills = tuple(_prefill(meter, subject, tokens, device, say) for tokens in work.prefill)
     say("timing cycles by the drafts that they verify")
@@ -155,7 +155,7 @@ def _context(meter: Meter, subject: Subject, context: int, say: Say) -> CycleTim
     prompt = tiled(subject.filler, context)
     if on_device(subject.planner.backend):
         return meter.device_cycle(prompt)
-    return host_cycle(meter.cycles(prompt, 4).cycles)
+    return mean_cycle(meter.cycles(prompt, 4).cycles)
 
 
 def _profile(device: NativeBackend, prompt: Sequence[int], say: Say) -> tuple[StepKind, ...]:

@@ -2,6 +2,10 @@
 
 A backend holds one loaded pair and the state of one sequence in each of its lanes. State is optimistic: a pass writes
 rows past the committed length, and ``commit(k)`` makes the first k of them real. Rolling back is not committing.
+
+Between two cycles the tokens that were delivered are the committed rows and one more: the anchor, the last of them, has
+no row yet. It is the first row of the next verify. A commit makes its row real, and those of the tokens that the cycle
+delivers, but the last, which is the next anchor.
 """
 
 from __future__ import annotations
@@ -114,7 +118,7 @@ class Cycle:
 class Asked:
     """What one cycle is asked: from which token, and how its tokens are chosen."""
 
-    anchor: int  # the last committed token: its row is the first of the verify pass
+    anchor: int  # the token delivered last: its row is the first of the verify pass
     sampling: Sampling = GREEDY
     steering: Steering | None = None  # None: logits and sampling alone choose
     drafts: int | None = None  # most drafts that are verified; None: all; 0: one plain token, a verify of one row
@@ -145,7 +149,7 @@ class Backend(Protocol):
         ...
 
     def length(self, lane: int = 0) -> int:
-        """Number of committed rows."""
+        """Number of committed rows: of all delivered tokens but the anchor."""
         ...
 
     def reset(self, lane: int = 0) -> None:

@@ -1,8 +1,8 @@
-"""The cycle: propose, verify, accept, commit. Speculative decoding with a DFlash drafter (arXiv 2602.06036).
+"""The cycle: propose, verify, accept. Speculative decoding with a DFlash drafter (arXiv 2602.06036).
 
 Here it is decided on the host, for every backend that has the passes. A device that runs it whole in one graph
-(:mod:`edge_dflash.backends.cuda.cycle`) finds the same. Commit belongs to who asked: an answer may end inside the
-accepted drafts, and then fewer rows become real. A cycle without drafts is plain decoding: a verify of one row.
+(:mod:`edge_dflash.backends.cuda.cycle`) finds the same. The loop commits (:mod:`edge_dflash.decode.loop`): an answer may
+end inside the accepted drafts. A cycle without drafts is plain decoding: a verify of one row.
 """
 
 from __future__ import annotations

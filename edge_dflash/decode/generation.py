@@ -81,8 +81,8 @@ def stream(
     request = admit(backend.shape, (*[0] * held, *prompt) if prompt else (), options, stop_token_ids, pictures=pictures)
     session = manager.open()
     if held:
-        session.stand_in(request.pictured, held)  # whatever the tokens of the rows are
-        manager.lanes.occupy(session, 0)
+        session.hold_prompt(request.pictured, held)  # whatever the tokens of the rows are
+        manager.lanes.assign(session, 0)
     return decode(session, request, controls)
 
 

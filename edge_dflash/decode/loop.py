@@ -81,7 +81,7 @@ def decode_steps(session: Session, request: Request, controls: Controls = NO_CON
                 pace.record_tower(unseen.picture.tokens, took := time.perf_counter() - began)
                 seconds += took
             else:
-                lane, began, entered = session.enter(), time.perf_counter(), True
+                lane, began, entered = session.acquire_lane(), time.perf_counter(), True
                 rows = backend.prefill(prompt[done:end], lane, gaze.sight(done, end) if gaze is not None else None)
                 rows.argmax()  # wait: no more than one chunk is ever under way
                 pace.record_prefill(end - done, took := time.perf_counter() - began)
@@ -143,7 +143,7 @@ class _Answer:
         if self.reason is not None:
             yield Step((), self.reason)
             return
-        lane, began = session.enter(), time.perf_counter()
+        lane, began = session.acquire_lane(), time.perf_counter()
         cycle: Cycle = yield Asked(
             self.tokens[-1],
             self.sampling,

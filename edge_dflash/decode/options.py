@@ -2,7 +2,7 @@
 
 :class:`Options` is the table: type, default, rule and meaning of each option, and where else it stands. Flags of
 ``edge-dflash generate``, what stands under ``edge_dflash`` of a request over HTTP, the OpenAPI document, what a
-recording holds and a table of docs/service.md are made of it. :class:`PlanOptions` names the keywords for type
+recording holds and a table of docs/python.md are made of it. :class:`PlanOptions` names the keywords for type
 checkers, which cannot derive them; a test compares the two.
 """
 

@@ -112,7 +112,7 @@ class _Shown:
 
 def state_of(session: Session) -> Generator[None, None, SessionState]:
     """All of a session, to be saved. Yields between two chunks of what of its state has to be computed."""
-    snapshot = yield from session.held()
+    snapshot = yield from session.ensure_snapshot()
     return SessionState(session.tokens, snapshot, session.manager.bundle, pictures=session.pictures)
 
 

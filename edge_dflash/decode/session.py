@@ -42,14 +42,14 @@ class Session:
     ) -> None:
         self.reuse = Reuse(0, "nothing")  # of the newest request
         self.cuts: tuple[int, ...] = ()  # lengths of its prompt at which a chunk has to end
-        self.heirs: Sequence[Session] = ()  # who answer its prompt in its place, from the last token on
+        self.forks: Sequence[Session] = ()  # who answer its prompt in its place, from the last token on
         self.closed = False
         self.loaded = loaded  # its state came from a file, and nobody knows whether it is that of its tokens
         self.resting = True  # no pass of it comes soon: its lane is the first to be given away
         self.manager = manager
         self._tokens, self.pictures = list(tokens), pictures  # pictures: needed to compute the state again
         self._request: Request | None = None  # the newest; older ones have ended
-        self._found: tuple[Snapshot | None] | None = None  # what the newest begins with, until its first pass
+        self._initial: tuple[Snapshot | None] | None = None  # what the newest begins with, until its first pass
         self._chunked = 0  # rows of its prompt that were computed, until its first token
         self._prompt: Pictured | None = None  # of which the state holds a part, instead of the tokens
         self.rows = max(len(tokens) - 1, 0)  # of the state
@@ -79,17 +79,17 @@ class Session:
 
         Yields between two chunks of what has to be computed; nothing may come in between.
         """
-        snapshot = yield from self.held()
+        snapshot = yield from self.ensure_snapshot()
         return Session(self.manager, self._tokens, snapshot, self.pictures, loaded=self.loaded)
 
-    def held(self) -> Generator[None, None, Snapshot | None]:
+    def ensure_snapshot(self) -> Generator[None, None, Snapshot | None]:
         """A snapshot of its state, None before its first token. What was lost is computed, as in :meth:`fork`."""
         self._check_open()
         if self._prompt is not None:
             self.manager.release(self)
             self._settle()
         if self.snapshot is None and self._tokens:
-            lane = yield from self.manager.bring(self)
+            lane = yield from self.manager.make_resident(self)
             self.snapshot = self.manager.lanes.snapshot(lane)
         return self.snapshot
 
@@ -102,46 +102,46 @@ class Session:
         """
         self._check_open()
         self.reuse, snapshot = self.manager.find(self, request.identities, counted=not again)
-        self._request, self._found, self._chunked = request, (snapshot,), 0
-        self.cuts = (*self._kept(request), *((len(request.prompt) - 1,) if self.heirs else ()))
+        self._request, self._initial, self._chunked = request, (snapshot,), 0
+        self.cuts = (*self._stored_lengths(request), *((len(request.prompt) - 1,) if self.forks else ()))
         return self.reuse.tokens
 
     def answers(self, request: Request) -> bool:
         """Whether ``request`` is the newest of an open session."""
         return self._request is request
 
-    def enter(self) -> int:
-        """The lane that holds the state before the next pass, brought there if need be."""
+    def acquire_lane(self) -> int:
+        """The lane that holds the state before the next pass; the state is brought there if need be."""
         self.resting = False
-        self.manager.lanes.enter(lane := self._enter())
+        self.manager.lanes.touch(lane := self._acquire_lane())
         return lane
 
-    def _enter(self) -> int:
-        if self._found is not None:
-            (snapshot,), self._found = self._found, None
-            return self.manager.place(self, self.reuse, snapshot)
+    def _acquire_lane(self) -> int:
+        if self._initial is not None:
+            (snapshot,), self._initial = self._initial, None
+            return self.manager.load(self, self.reuse, snapshot)
         if self._chunked and self._prompt is None:  # the tokens' own state was asked for between two chunks
             self.manager.release(self)
-            self.stand_in(self._request.pictured if self._request else Pictured(()), self._chunked)
-        return to_end(self.manager.bring(self))
+            self.hold_prompt(self._request.pictured if self._request else Pictured(()), self._chunked)
+        return to_end(self.manager.make_resident(self))
 
-    def stand_in(self, prompt: Pictured, rows: int) -> None:
+    def hold_prompt(self, prompt: Pictured, rows: int) -> None:
         """The state is that of the first ``rows`` tokens of a prompt now."""
         self._prompt, self.rows, self.snapshot = prompt, rows, None
 
     def chunk(self, lane: int, rows: int) -> None:
         """A pass has computed the prompt up to ``rows``, and more of it comes."""
         assert self._request is not None
-        prompt, self._chunked, kept = self._request.pictured, rows, self._kept(self._request)
-        self.stand_in(prompt, rows)
-        self.manager.lanes.occupy(self, lane)
+        prompt, self._chunked, kept = self._request.pictured, rows, self._stored_lengths(self._request)
+        self.hold_prompt(prompt, rows)
+        self.manager.lanes.assign(self, lane)
         if rows in kept:
             self.manager.store.put(prompt.identities[:rows], self.manager.lanes.snapshot(lane))
-        if self.heirs and rows == len(prompt.ids) - 1:
-            for heir in self.heirs:
-                heir.stand_in(prompt, rows)
+        if self.forks and rows == len(prompt.ids) - 1:
+            for fork in self.forks:
+                fork.hold_prompt(prompt, rows)
             self._request = None  # they have it
-            self.manager.lanes.share(lane, self.heirs)
+            self.manager.lanes.share(lane, self.forks)
 
     def advance(self, lane: int, tokens: Sequence[int], *, first: bool = False) -> None:
         """Take over what a step delivers; the ``first`` brings its prompt, which replaces what was there."""
@@ -150,15 +150,15 @@ class Session:
             self._tokens, self.pictures, self._chunked = list(self._request.prompt), self._request.pictures, 0
         self._tokens.extend(tokens)
         self._settle()
-        self.manager.lanes.occupy(self, lane)
+        self.manager.lanes.assign(self, lane)
 
-    def _kept(self, request: Request) -> tuple[int, ...]:
+    def _stored_lengths(self, request: Request) -> tuple[int, ...]:
         """Lengths of the prompt whose state goes to the prefix store: never one made of a file's."""
         foreign = self.loaded and self.reuse.source == "session"
         return request.keep if self.manager.store.budget and not foreign else ()
 
     def _settle(self) -> None:
-        """The state is that of the tokens; what was parked moved on."""
+        """The state is that of the tokens; what was evicted moved on."""
         self._prompt, self.rows, self.snapshot = None, max(len(self._tokens) - 1, 0), None
 
     def _check_open(self) -> None:
@@ -167,7 +167,7 @@ class Session:
 
 
 class SessionManager:
-    """The sessions of one backend, which must not be used otherwise before its lanes are vacated."""
+    """The sessions of one backend, which must not be used otherwise before all sessions are evicted."""
 
     def __init__(self, backend: Backend, bundle: str = "", store: PrefixStore | None = None) -> None:
         """Serve sessions on ``backend``, loaded from the bundle with the fingerprint ``bundle``.
@@ -202,13 +202,13 @@ class SessionManager:
             return Reuse(stored.length, "store"), stored
         return Reuse(own, "session" if own else "nothing"), session.snapshot if own else None
 
-    def place(self, session: Session, reuse: Reuse, snapshot: Snapshot | None) -> int:
-        """Put what :meth:`find` gave into a lane, where it is nobody's until somebody occupies it."""
+    def load(self, session: Session, reuse: Reuse, snapshot: Snapshot | None) -> int:
+        """Put what :meth:`find` gave into a lane, where it is nobody's until it is assigned."""
         lane = self.lanes.of(session)
         held = lane is not None
-        self.lanes.forget(session)
+        self.lanes.drop(session)
         if lane is None:
-            lane = self.lanes.take()
+            lane = self.lanes.acquire()
         if held and reuse.source == "session":
             return lane
         if snapshot is not None:
@@ -224,16 +224,16 @@ class SessionManager:
             self.backend.reset(lane)
         return lane
 
-    def bring(self, session: Session) -> Generator[None, None, int]:
+    def make_resident(self, session: Session) -> Generator[None, None, int]:
         """Bring a session's state into a lane (S1), chunk by chunk where it has to be computed; the lane.
 
-        No other session may be brought in between two chunks.
+        No other session may be made resident between two chunks.
         """
         if (lane := self.lanes.of(session)) is not None:
             return lane
         rows, sequence, backend = session.rows, session.computed, self.backend
         found = self.find(session, sequence.until(rows + 1).identities)
-        lane, gaze = self.place(session, *found), Gaze(sequence, backend, self.seen)
+        lane, gaze = self.load(session, *found), Gaze(sequence, backend, self.seen)
         while (at := backend.length(lane)) < rows:
             end = min(rows, at + backend.shape.prefill_chunk)
             if (unseen := gaze.unseen(at, end)) is not None:
@@ -241,12 +241,12 @@ class SessionManager:
             else:
                 backend.prefill(sequence.ids[at:end], lane, gaze.sight(at, end)).argmax()  # wait for it
             yield
-        self.lanes.occupy(session, lane)
+        self.lanes.assign(session, lane)
         return lane
 
     def release(self, session: Session) -> None:
         """Give up a session's state, wherever it is."""
-        self.lanes.forget(session)
+        self.lanes.drop(session)
         session.snapshot = None
 
     def failed(self, error: BaseException) -> None:
@@ -256,10 +256,10 @@ class SessionManager:
         """
         harmless, self._foreign, self.seen.failure = (self._foreign, self.seen.failure), None, None
         if not isinstance(error, RequestError) and not any(error is one for one in harmless):
-            self.lanes.lose()
+            self.lanes.drop_all()
 
 
-_RUNS = 2  # inconvenience of a lane whose session has a pass soon
+_RUNS = 2  # in the order of eviction: a lane whose session has a pass soon
 
 
 class Lanes:
@@ -274,43 +274,43 @@ class Lanes:
         """The lane that holds a session's state."""
         return next((lane for lane in range(len(self._held)) if self._holder(lane) is session), None)
 
-    def take(self) -> int:
-        """A lane that is nobody's until a session occupies it: what rests longest in one is evicted."""
-        self.park(lane := min(range(len(self._held)), key=self._inconvenience))
+    def acquire(self) -> int:
+        """A lane that is nobody's until it is assigned: what rests longest in one is evicted."""
+        self.evict(lane := min(range(len(self._held)), key=self._eviction_order))
         return lane
 
-    def share(self, lane: int, heirs: Sequence[Session]) -> None:
+    def share(self, lane: int, forks: Sequence[Session]) -> None:
         """Give what a lane holds to sessions: the first one has the lane, others copies in lanes that are free or rest.
 
         Those for whom no lane is left share a snapshot.
         """
-        first, *others = heirs
-        self.occupy(first, lane)
-        spare = sorted((one for one in range(len(self._held)) if one != lane), key=self._inconvenience)
-        spare = [one for one in spare if self._inconvenience(one)[0] < _RUNS]
-        for heir, target in zip(others, spare, strict=False):
-            self.park(target)
+        first, *others = forks
+        self.assign(first, lane)
+        spare = sorted((one for one in range(len(self._held)) if one != lane), key=self._eviction_order)
+        spare = [one for one in spare if self._eviction_order(one)[0] < _RUNS]
+        for fork, target in zip(others, spare, strict=False):
+            self.evict(target)
             self._backend.copy(lane, target)
-            self.occupy(heir, target)
+            self.assign(fork, target)
         if left := others[len(spare) :]:
             snapshot = self.snapshot(lane)
-            for heir in left:
-                heir.snapshot = snapshot
+            for fork in left:
+                fork.snapshot = snapshot
 
-    def enter(self, lane: int) -> None:
+    def touch(self, lane: int) -> None:
         """Note that a pass of a lane comes next."""
         self._uses += 1
         self._used[lane] = self._uses
 
-    def occupy(self, session: Session, lane: int) -> None:
+    def assign(self, session: Session, lane: int) -> None:
         """Note whose state a lane holds (S1)."""
         self._held[lane] = weakref.ref(session)
 
-    def forget(self, session: Session) -> None:
+    def drop(self, session: Session) -> None:
         """No lane holds the session's state, nor what it left behind when its request ended before its first token."""
         self._held = [None if held is not None and held() is session else held for held in self._held]
 
-    def park(self, lane: int) -> None:
+    def evict(self, lane: int) -> None:
         """Evict the session of a lane: a snapshot has its state."""
         session, self._held[lane] = self._holder(lane), None
         if session is not None and session.snapshot is None:
@@ -320,16 +320,16 @@ class Lanes:
         """The state of a lane, to be shared (S4)."""
         return self._backend.snapshot(lane).frozen()
 
-    def vacate(self) -> None:
+    def evict_all(self) -> None:
         """Evict all sessions."""
         for lane in range(len(self._held)):
-            self.park(lane)
+            self.evict(lane)
 
-    def lose(self) -> None:
+    def drop_all(self) -> None:
         """Give up the states of all lanes."""
         self._held = [None] * len(self._held)
 
-    def _inconvenience(self, lane: int) -> tuple[int, int]:
+    def _eviction_order(self, lane: int) -> tuple[int, int]:
         """Order of eviction: nobody's lane before one that rests, before one that runs; the longest ago first."""
         holder = self._holder(lane)
         return 0 if holder is None else 1 if holder.resting else _RUNS, self._used[lane]

@@ -24,7 +24,7 @@ class Constraint(Protocol):
     point: plain decoding fails there, too.
     """
 
-    def walk(self, free: Sequence[int], ask: Ask) -> list[int]:
+    def amend(self, free: Sequence[int], ask: Ask) -> list[int]:
         """Drafts that the grammar allows, made from the ``free`` ones; fewer where it ends or becomes too complex.
 
         A draft that is refused is replaced by what is forced there, or else by what ``ask`` gives.
@@ -35,7 +35,7 @@ class Constraint(Protocol):
         """Tokens that may come next, and after each draft; None where every one may.
 
         Fewer than drafts + 1, but at least one, where the grammar becomes too complex on the way. The drafts are those
-        that the last ``walk`` gave, the first of them, or none.
+        that the last ``amend`` gave, the first of them, or none.
         """
         ...
 
@@ -90,7 +90,7 @@ class Steered:
             asked = True
             return choose(rows, self.sampling, position + row, [mask], first=row)[0]
 
-        path = self._constraint.walk(free, ask)
+        path = self._constraint.amend(free, ask)
         return path[: self._stops_at(path) + 1]
 
     def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
@@ -151,12 +151,12 @@ class _Around:
         must = self._must[state]
         return token not in self._stop if must is None else token == must
 
-    def walk(self, free: Sequence[int], ask: Ask) -> list[int]:
+    def amend(self, free: Sequence[int], ask: Ask) -> list[int]:
         """See Constraint."""
         path, state = list[int](), self._state
         for row, token in enumerate(free):
             if state == INNER:
-                inner = self._inner().walk(free[row:], lambda at, mask: ask(len(path) + at, mask))
+                inner = self._inner().amend(free[row:], lambda at, mask: ask(len(path) + at, mask))
                 return [*path, *self._inside(inner)[0]]
             chosen = token if self._allows(state, token) else self._must[state]
             if chosen is None and (chosen := ask(row, self._masks[state])) is None:

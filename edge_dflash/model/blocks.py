@@ -129,7 +129,7 @@ def experts(g: GraphBuilder, m: str, prefix: str, spec: ExpertsSpec) -> str:
 
 
 def draft_rows(g: GraphBuilder, x: str, spec: DrafterSpec) -> str:
-    """The rows of a block that draft: all but the anchor's (invariant I4), or all."""
+    """The rows of a block that draft: all but the anchor's, or all."""
     return x if spec.anchor_drafts else g.select_rows(x, "drafts", "draft_rows")
 
 

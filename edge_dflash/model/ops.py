@@ -108,7 +108,7 @@ class Concat(DenseOp):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectRows(DenseOp):
-    """``last``: the last valid row only (prefill logits). ``drafts``: every row but row 0 (invariant I4)."""
+    """``last``: the last valid row only (prefill logits). ``drafts``: every row but row 0, the anchor's."""
 
     which: Literal["last", "drafts"]
 
@@ -140,7 +140,7 @@ class Attend(StateOp, AttentionSpec):
     q is [rows, Hq*D], or [rows, Hq*2*D] with query and gate interleaved per head when ``gated``. The row at position
     p sees key position j iff j is committed or in the block, and (``bidirectional`` or j <= p), and, with a
     ``window`` S, p - S < j and (causal or j < p + S). Output [rows, Hq*D]. Scale 1/sqrt(D), softmax in FP32. K and V
-    are read back as stored, so a row sees what a later pass will see (invariant I5).
+    are read back as stored, so a row sees what a later pass will see.
     """
 
     reads = ("q_norm", "k_norm")

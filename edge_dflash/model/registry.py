@@ -183,7 +183,7 @@ def _target(spec: PairSpec, name: Literal["prefill", "verify"]) -> Program:
     layers = TARGETS[target.architecture].layers(target)
     g = GraphBuilder(name, commits=prefill)
     x = embed(g, target)
-    outputs = {EMBEDDING: x}  # outputs[i] is the output of layer i: HF hidden_states[i + 1] (invariant I3)
+    outputs = {EMBEDDING: x}  # outputs[i] is the output of layer i: HF hidden_states[i + 1]
     for index, layer in enumerate(layers):
         outputs[index] = x = decoder_layer(g, x, f"target.layers.{index}", layer)
     tapped: dict[str, str] = {}

@@ -96,7 +96,7 @@ class Job:
         shared, prompt = self._manager.open(), self.request.identities
         if self._manager.find(shared, prompt, counted=False)[0].tokens == len(prompt) - 1:  # each of them finds it
             return
-        self._shared, shared.heirs = shared, [one._session for one in group]
+        self._shared, shared.forks = shared, [one._session for one in group]
         given_up = Controls(
             deadline=self.deadline, pace=self._pace, cancelled=lambda: all(one.cancelled for one in group)
         )

@@ -115,8 +115,8 @@ def test_a_process_gives_the_drafts_and_masks_of_the_library(pair, rng):
             return asked
 
         asked_here, asked_there = [], []
-        path = here.walk(free, ask(asked_here))
-        assert there.walk(free, ask(asked_there)) == path
+        path = here.amend(free, ask(asked_here))
+        assert there.amend(free, ask(asked_there)) == path
         assert asked_there == asked_here[:1]
         for one, other in zip(given_before, masks, strict=True):  # they stay while the next ones are made
             np.testing.assert_array_equal(one, other)
@@ -155,7 +155,7 @@ def test_random_schemas_give_the_same_tokens_with_and_without_drafts(pair, right
 def test_a_token_that_is_not_allowed_is_an_error():
     constraint = compile_regex("ab", open_tokenizer(), vocab_size(), STOP).constraint()
     constraint.advance([B])
-    assert constraint.walk([A], lambda row, mask: None) == []
+    assert constraint.amend([A], lambda row, mask: None) == []
     with pytest.raises(RequestError, match=f"the grammar does not take token {B}, which was chosen"):
         constraint.masks(())
 
@@ -168,9 +168,9 @@ def test_a_long_history_is_replayed_and_long_drafts_are_cut():
         mask = constraint.masks(())[0].copy()
         os.kill(only_child(grammars), signal.SIGKILL)
         np.testing.assert_array_equal(constraint.masks(())[0], mask)
-        assert constraint.walk([A] * 200, lambda row, mask: None) == []  # it died: no more drafts
+        assert constraint.amend([A] * 200, lambda row, mask: None) == []  # it died: no more drafts
         other = Grammar(grammars, source("regex", "(a|b)*")).constraint()
-        path = other.walk([A] * 200, lambda row, mask: None)
+        path = other.amend([A] * 200, lambda row, mask: None)
         assert 30 < len(path) < 200
         assert len(other.masks(path)) == len(path) + 1
 
@@ -184,10 +184,10 @@ def test_wrong_drafts_do_not_use_the_grammar_up():
         first = constraint.masks(())[0].copy()
         path, masks = [], [first]
         while len(masks) == len(path) + 1:  # until the library's limit of states is reached along the drafts
-            path = constraint.walk([rng.choice(letters) for _ in range(60)], lambda row, mask: None)
+            path = constraint.amend([rng.choice(letters) for _ in range(60)], lambda row, mask: None)
             masks = constraint.masks(path)
         np.testing.assert_array_equal(constraint.masks(())[0], first)
-        assert constraint.walk(letters[:4], lambda row, mask: None) == letters[:4]
+        assert constraint.amend(letters[:4], lambda row, mask: None) == letters[:4]
         other = Grammar(grammars, source("grammar", many_states)).constraint()
         np.testing.assert_array_equal(other.masks(())[0], first)
         for one in (constraint, other):
@@ -361,7 +361,7 @@ def test_a_request_goes_on_when_its_process_dies_once():
         constraint.advance([A])
         masks = [mask.copy() for mask in constraint.masks([B, A])]
         os.kill(only_child(grammars), signal.SIGKILL)
-        assert constraint.walk([B, A], lambda row, mask: None) == []
+        assert constraint.amend([B, A], lambda row, mask: None) == []
         np.testing.assert_array_equal(constraint.masks([B, A]), masks[:1])  # as in plain decoding
         constraint.advance([B])
         os.kill(only_child(grammars), signal.SIGKILL)
@@ -395,11 +395,11 @@ def test_an_idle_process_that_is_gone_costs_no_drafts():
         pid = only_child(grammars)
         os.kill(pid, signal.SIGKILL)
         until(lambda: not children(grammars))
-        assert grammar.constraint().walk([B, A], lambda row, mask: None) == [B, A]
+        assert grammar.constraint().amend([B, A], lambda row, mask: None) == [B, A]
         zygote = grammars.start().pid
         os.kill(zygote, signal.SIGKILL)
         until(lambda: not running(zygote))
-        assert grammar.constraint().walk([B, A], lambda row, mask: None) == [B, A]
+        assert grammar.constraint().amend([B, A], lambda row, mask: None) == [B, A]
 
 
 def test_a_walk_is_bounded_and_obeys_its_deadline(monkeypatch):
@@ -417,7 +417,7 @@ def test_a_walk_is_bounded_and_obeys_its_deadline(monkeypatch):
         other = grammar.constraint()
         began = time.perf_counter()
         waited.clear()
-        assert other.walk([B], lambda row, mask: None) == []
+        assert other.amend([B], lambda row, mask: None) == []
         assert waited[0] == WALL_SECONDS * 0.2 < time.perf_counter() - began < 60.0
         assert len(other.masks(())) == 1
 
@@ -435,7 +435,7 @@ def test_nothing_is_left_of_grammars_that_are_gone():
         zygote = grammars.start().pid
         for i in range(4):
             constraint = Grammar(grammars, source("regex", f"a{{1,{i + 3}}}")).constraint()
-            constraint.walk([A], lambda row, mask: None)
+            constraint.amend([A], lambda row, mask: None)
             masks = constraint.masks([A])
         pids = children(grammars)
         assert len(pids) == 4
@@ -521,7 +521,7 @@ def test_a_fork_of_the_planners_process_leaves_the_grammars_alone():
         os.waitpid(fork, 0)
         time.sleep(0.2)
         assert only_child(grammars) == pid
-        assert constraint.walk([A, B], lambda row, mask: None) == [A, B]
+        assert constraint.amend([A, B], lambda row, mask: None) == [A, B]
 
 
 def test_signals_for_the_planner_leave_the_grammars_alone():
@@ -531,7 +531,7 @@ def test_signals_for_the_planner_leave_the_grammars_alone():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 os.kill(pid, number)
         assert len(constraint.masks([A])) == 2
-        assert constraint.walk([A], lambda row, mask: None) == [A]
+        assert constraint.amend([A], lambda row, mask: None) == [A]
 
 
 @pytest.mark.parametrize("what", ["subprocess.Popen", "os.memfd_create", "socket.socketpair"])

@@ -32,19 +32,19 @@ def best(row, mask):
 def test_it_is_free_outside_calls():
     constraint = made()
     assert constraint.masks([A, B, SHUT, THINK]) == [None] * 5
-    assert constraint.walk([B, 63, SHUT], best) == [B, 63, SHUT]
+    assert constraint.amend([B, 63, SHUT], best) == [B, 63, SHUT]
 
 
 def test_a_call_is_held_from_its_opening_on():
     constraint = made()
-    assert constraint.walk([B, OPEN, B, B], best)[:3] == [B, OPEN, A]
-    assert constraint.walk([OPEN, SHUT, OPEN, B], best) == [OPEN, SHUT]  # the rest comes with the next cycle
+    assert constraint.amend([B, OPEN, B, B], best)[:3] == [B, OPEN, A]
+    assert constraint.amend([OPEN, SHUT, OPEN, B], best) == [OPEN, SHUT]  # the rest comes with the next cycle
     free, opened, inner = constraint.masks([B, OPEN])
     assert (free, opened) == (None, None)
     assert set(allowed_by(inner)) >= {A, SHUT}
     assert B not in allowed_by(inner)
     constraint.advance([B, OPEN])
-    assert constraint.walk([B], best) == [A]
+    assert constraint.amend([B], best) == [A]
     constraint.advance([A, SHUT, B])
     assert constraint.masks([]) == [None]
     constraint.advance([OPEN])
@@ -66,7 +66,7 @@ def test_masks_along_drafts_are_those_of_single_steps():
     for _ in range(60):
         long, single = made(), made()
         for _ in range(12):
-            drafts = long.walk([rng.choice((A, A, B, OPEN, SHUT, THINK, END_THINK)) for _ in range(6)], best)
+            drafts = long.amend([rng.choice((A, A, B, OPEN, SHUT, THINK, END_THINK)) for _ in range(6)], best)
             masks = long.masks(drafts)
             assert 1 <= len(masks) <= len(drafts) + 1
             taken = []

@@ -295,7 +295,7 @@ def test_any_history_of_sessions_gives_the_toy_targets_own_tokens(ops, store, se
             session.close()
             sessions[who] = manager.open()
         elif op == "vacate":
-            manager.lanes.vacate()
+            manager.lanes.evict_all()
         elif op == "lose":
             manager.release(session)
         elif op == "warm":

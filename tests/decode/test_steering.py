@@ -96,7 +96,7 @@ def test_an_answer_may_be_ended_at_any_token():
             assert backend.committed == [*PROMPT, *plain[: end - 1]]
 
 
-@pytest.mark.parametrize("method", ["walk", "masks", "advance"])
+@pytest.mark.parametrize("method", ["amend", "masks", "advance"])
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_step_that_is_interrupted_commits_nothing(method, call):
     calls = []
@@ -107,8 +107,8 @@ def test_a_step_that_is_interrupted_commits_nothing(method, call):
             if name == method and calls.count(method) == call:
                 raise Interrupted("cancelled")
 
-        def walk(self, free, ask):
-            self._called("walk")
+        def amend(self, free, ask):
+            self._called("amend")
             return list(free)
 
         def masks(self, drafts):

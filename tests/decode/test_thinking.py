@@ -35,20 +35,20 @@ def best(row, mask):
 
 def forced(constraint, count):
     """What comes whatever is drafted."""
-    return tuple(constraint.walk([vocab_size() - 1] * count, lambda row, mask: None))
+    return tuple(constraint.amend([vocab_size() - 1] * count, lambda row, mask: None))
 
 
 def test_everything_is_allowed_until_the_token_that_closes():
     constraint = after()
     span = (B, END_ID, vocab_size() - 1, *(i for c in "</think>" for i in tokenizer().encode(c)))
-    assert constraint.walk(span, unasked) == list(span)
+    assert constraint.amend(span, unasked) == list(span)
     assert constraint.masks(span) == [None] * (len(span) + 1)
     constraint.advance(span)
     assert not constraint.closed
     constraint.advance([CLOSE])
     assert constraint.closed
     assert allowed_by(constraint.masks(())[0])[0] == forced(constraint, 1)[0]
-    assert constraint.walk([B, B, B], unasked) == [A, B, END_ID]
+    assert constraint.amend([B, B, B], unasked) == [A, B, END_ID]
     constraint.advance([A, B, END_ID])
 
 
@@ -57,8 +57,8 @@ def test_stop_tokens_can_be_kept_out_of_the_thinking():
     found = allowed_by(constraint.masks(())[0])
     assert len(found) == vocab_size() - 1
     assert END_ID not in found
-    assert constraint.walk([B, END_ID, B], lambda row, mask: A) == [B, A, B]
-    assert constraint.walk([B, END_ID, B], lambda row, mask: None) == [B]
+    assert constraint.amend([B, END_ID, B], lambda row, mask: A) == [B, A, B]
+    assert constraint.amend([B, END_ID, B], lambda row, mask: None) == [B]
     with pytest.raises(RequestError, match=f"does not take token {END_ID}"):
         constraint.advance([B, END_ID])
 
@@ -96,9 +96,9 @@ def test_drafts_and_masks_cross_the_border(then, inner):
     walked, rng, at = after("(ab?)+", inner, then=then), random.Random(5), 0
     while at < len(path):
         ahead = path[at:]
-        assert walked.walk(ahead, unasked) == ahead
+        assert walked.amend(ahead, unasked) == ahead
         assert [allowed_by(mask) for mask in walked.masks(ahead)] == expected[at:]
-        other = walked.walk([*ahead[:2], vocab_size() - 1], best)  # its masks are not looked at
+        other = walked.amend([*ahead[:2], vocab_size() - 1], best)  # its masks are not looked at
         assert other[: len(ahead[:2])] == ahead[:2]
         steps = min(rng.randint(1, 4), len(ahead))
         walked.advance(ahead[:steps])

@@ -12,7 +12,7 @@ import numpy as np
 
 from edge_dflash.decode.backend import Snapshot
 from edge_dflash.decode.cycle import host_cycle, host_cycles
-from edge_dflash.decode.grammar.walker import masks, walk
+from edge_dflash.decode.grammar.walker import amend, masks
 from edge_dflash.decode.sampling import pack
 from edge_dflash.decode.shape import PairShape
 from edge_dflash.decode.tree import branch, check_commit
@@ -169,10 +169,10 @@ class Stepped:
             finally:
                 self.inner.pop(tried.steps)
 
-    def walk(self, free, ask):
+    def amend(self, free, ask):
         while True:
             with self.trying() as tried:
-                path, asks = walk(tried, free)
+                path, asks = amend(tried, free)
                 chosen = ask(len(path), tried.packed()) if asks else None
             if chosen is None:
                 return path

@@ -228,7 +228,10 @@ class NativeBackend:
             self._become(SlotWords(target, length), at.delta)
 
     def commit(self, rows: int, lane: int = 0, path: Sequence[int] | None = None) -> None:
-        """Make the first ``rows`` rows of the last verify or cycle real."""
+        """Make the first ``rows`` rows of the last verify or cycle real, as the host has the lane.
+
+        The device has committed all that a cycle found; with fewer ``rows``, the next pass's control block says so.
+        """
         at = self.lane(lane)
         check_commit(rows, at.verified, path)
         at.words, at.verified = at.words._replace(length=at.words.length + rows, pending=rows), None

@@ -204,7 +204,7 @@ class _Lowering:
         if op.which == "last":
             self._out.single.add(op.output)
             self._emit(steps.Last(op.inputs, (op.output,)))
-        else:  # every row goes through the head; row 0 is left out when the result is read (invariant I4)
+        else:  # every row goes through the head; row 0, the anchor's, is left out when the result is read
             self._out.slices[op.output] = (op.inputs[0], 0)
             self._made(op.output)
 

@@ -1,7 +1,7 @@
 """KV memory and attention in torch: append, masks, softmax over fixed tiles of absolute positions.
 
 Keys are read in tiles of KEY_TILE absolute positions and partial sums are added in position order, so the result of
-a row does not depend on how many keys lie behind the last one it may see (invariant I8).
+a row does not depend on how many keys lie behind the last one it may see.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class KvMemory:
             stored[start:stop] = to_e4m3(x, scale) if self._fp8 else x.to(stored.dtype)
 
     def read(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V rows 0..rows-1 as float32, as later passes will see them (invariant I5)."""
+        """Return K and V rows 0..rows-1 as float32, as later passes will see them."""
         k, v = (
             from_e4m3(stored[:rows], scale) if self._fp8 else stored[:rows].float()
             for stored, scale in zip(self.stored, self._scales, strict=True)

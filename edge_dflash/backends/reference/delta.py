@@ -2,7 +2,7 @@
 
 S in memory is the state at the last base. A verify pass keeps each row's small inputs on a tape and does not write
 S; ``commit(k)`` makes k tape rows pending, and the next pass (or ``flush``) replays them into S by the function that
-ran them the first time, so replayed bits equal those of token-by-token decoding (invariant I1).
+ran them the first time, so replayed bits equal those of token-by-token decoding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dense ops in torch, each read once: by a pass of a backend, by a vision tower, and by a drafter in training.
 
 Tensors are [..., rows, columns]; training has many sequences and blocks in front. A backend's are float32 [R, C],
-written so that no row's result depends on the other rows (invariant I8): matrix products run tile by tile with a fixed
+written so that no row's result depends on the other rows: matrix products run tile by tile with a fixed
 shape, because a BLAS may sum in another order for another shape. Transcendental functions go through :func:`pointwise`,
 because torch computes the elements that do not fill a SIMD vector by a scalar routine whose last bit differs. Add,
 multiply, divide and square root are exactly rounded by IEEE 754 and need no such care.

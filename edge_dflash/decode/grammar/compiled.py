@@ -94,11 +94,11 @@ class GrammarConstraint:
         with contextlib.suppress(RequestError, Interrupted):  # they come again with the first mask
             self._open()
 
-    def walk(self, free: Sequence[int], ask: Ask) -> list[int]:
+    def amend(self, free: Sequence[int], ask: Ask) -> list[int]:
         """See Constraint."""
         if free and not self._died:
             with self._asked() as channel:
-                return channel.walk(free, ask, self._patience)
+                return channel.amend(free, ask, self._patience)
         return []
 
     def masks(self, drafts: Sequence[int]) -> list[Packed | None]:

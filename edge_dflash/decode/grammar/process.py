@@ -235,7 +235,7 @@ class Channel:
         """``words`` of a mask. Raises Died, RequestError."""
         self.child = child
         self._words = words
-        self._owed = False  # masks of a walk are on their way
+        self._owed = False  # masks of amended drafts are on their way
         self._walked: list[int] | None = None  # the drafts that they are of, while these are the next ones
         with _room(), os.fdopen(os.memfd_create("masks"), "rb") as file:
             memory = file.fileno()
@@ -250,13 +250,13 @@ class Channel:
             self._send("advance", tokens[at : at + _TOKENS_AT_ONCE])
         self._walked = None
 
-    def walk(self, free: Sequence[int], ask: Ask, patience: Patience) -> list[int]:
+    def amend(self, free: Sequence[int], ask: Ask, patience: Patience) -> list[int]:
         """See Constraint. Raises Interrupted.
 
         It asks once: after the first draft that is replaced the block is mostly wrong.
         """
         self._settle(patience)
-        self._send("walk", free)
+        self._send("amend", free)
         _, path, asks = self._receive(patience)
         if asks:
             self._walked = None

@@ -146,7 +146,7 @@ class Walker:
             raise RequestError(f"the grammar cannot go on after {len(self._pushed)} tokens ({why})")
 
 
-def walk(walker: Walker, free: Sequence[int]) -> tuple[list[int], bool]:
+def amend(walker: Walker, free: Sequence[int]) -> tuple[list[int], bool]:
     """Drafts that the grammar allows, made from the ``free`` ones, and whether one is to be chosen next.
 
     The walker steps over them. A draft that is refused is replaced by what is forced there. The path ends where nothing

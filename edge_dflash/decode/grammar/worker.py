@@ -10,8 +10,8 @@ Messages are JSON lists in datagrams, each a word and what belongs to it:
 - to the vocabulary's process: fork, with a control socket and a file of Source and Bounds;
 - from a fork: begun (pid, resident bytes), compiled; refused (why); from its parent in its place: died (signal or 0);
 - to a fork: open, with a constraint's socket and its memory, where masks are put;
-- to a constraint: advance (tokens); look (drafts), answered by masks; walk (free drafts) and finish (the same with one
-  more), answered by path (drafts, and after walk whether one is to be chosen next, whose mask is put), else also masks;
+- to a constraint: advance (tokens); look (drafts), answered by masks; amend (free drafts) and finish (the same with one
+  more), answered by path (drafts, and after amend whether one is to be chosen next, whose mask is put), else masks too;
 - masks (number, why): so many rows are put, from the first on; why there are no more, if that is an error.
 """
 
@@ -33,7 +33,7 @@ from typing import Any
 
 from edge_dflash.common.processes import limit_memory, limited_time, obey_timers
 from edge_dflash.decode.grammar.library import Vocabulary, in_our_words
-from edge_dflash.decode.grammar.walker import Compiled, Source, Walker, compiled, masks, walk
+from edge_dflash.decode.grammar.walker import Compiled, Source, Walker, amend, compiled, masks
 from edge_dflash.errors import RequestError, one_line
 
 MESSAGE_BYTES = 64 * 1024  # longest datagram
@@ -295,8 +295,8 @@ class _Constraint:
             return
         if kind != "look":
             walker = self._walker.copy()
-            tokens, open_end = walk(walker, [] if self._failure else tokens[: ROWS - 1])
-            asks = open_end and kind == "walk"
+            tokens, open_end = amend(walker, [] if self._failure else tokens[: ROWS - 1])
+            asks = open_end and kind == "amend"
             if asks:
                 self._put(len(tokens), walker.packed())
             self._send("path", tokens, asks)
