@@ -11,7 +11,7 @@ delivers, but the last, which is the next anchor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -112,6 +112,16 @@ class Cycle:
     logits: Callable[[], npt.NDArray[np.float32]] | None = None
     # Natural logarithm of each token's probability by those logits, to 1e-5; None: a backend leaves that to its caller.
     logprobs: Callable[[], list[float]] | None = None
+
+    def on_host(self) -> Cycle:
+        """Itself, with logits (and log-probabilities, if it gives them) that stay when another pass follows."""
+        if self.logits is None:
+            return self
+        logits = self.logits()
+        if self.logprobs is None:
+            return replace(self, logits=lambda: logits)
+        logprobs = self.logprobs()
+        return replace(self, logits=lambda: logits, logprobs=lambda: logprobs)
 
 
 @dataclass(frozen=True)

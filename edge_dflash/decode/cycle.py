@@ -1,8 +1,8 @@
 """The cycle: propose, verify, accept. Speculative decoding with a DFlash drafter (arXiv 2602.06036).
 
 Here it is decided on the host, for every backend that has the passes. A device that runs it whole in one graph
-(:mod:`edge_dflash.backends.cuda.cycle`) finds the same. The loop commits (:mod:`edge_dflash.decode.loop`): an answer may
-end inside the accepted drafts. A cycle without drafts is plain decoding: a verify of one row.
+(:mod:`edge_dflash.backends.cuda.cycle`) finds the same. :mod:`edge_dflash.decode.loop` commits: an answer may end
+inside the accepted drafts. A cycle without drafts is plain decoding: a verify of one row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from edge_dflash.errors import RequestError
 
 
 def host_cycles(backend: Backend, asked: Sequence[Asked]) -> list[Outcome]:
-    """``Backend.cycles``: the cycle of each lane."""
-    return [outcome_of(partial(backend.cycle, one)) for one in asked]
+    """``Backend.cycles``: the cycle of each lane, whose logits are read before the next one's passes."""
+    outcomes = (outcome_of(partial(backend.cycle, one)) for one in asked)
+    return [one.on_host() if isinstance(one, Cycle) else one for one in outcomes]
 
 
 def host_cycle(backend: Backend, asked: Asked) -> Cycle:

@@ -113,17 +113,16 @@ class Session:
     def acquire_lane(self) -> int:
         """The lane that holds the state before the next pass; the state is brought there if need be."""
         self.resting = False
-        self.manager.lanes.touch(lane := self._acquire_lane())
-        return lane
-
-    def _acquire_lane(self) -> int:
         if self._initial is not None:
             (snapshot,), self._initial = self._initial, None
-            return self.manager.load(self, self.reuse, snapshot)
-        if self._chunked and self._prompt is None:  # the tokens' own state was asked for between two chunks
-            self.manager.release(self)
-            self.hold_prompt(self._request.pictured if self._request else Pictured(()), self._chunked)
-        return to_end(self.manager.make_resident(self))
+            lane = self.manager.load(self, self.reuse, snapshot)
+        else:
+            if self._chunked and self._prompt is None:  # the tokens' own state was asked for between two chunks
+                self.manager.release(self)
+                self.hold_prompt(self._request.pictured if self._request else Pictured(()), self._chunked)
+            lane = to_end(self.manager.make_resident(self))
+        self.manager.lanes.touch(lane)
+        return lane
 
     def hold_prompt(self, prompt: Pictured, rows: int) -> None:
         """The state is that of the first ``rows`` tokens of a prompt now."""

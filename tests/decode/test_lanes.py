@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pytest
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 from lane_mixes import LANES, Mix, differences
@@ -71,6 +72,17 @@ def test_what_ends_one_lane_is_in_its_place_and_others_go_on(error, where):
     b.commit(1, 0)
     b.commit(1, 2)
     assert [b.length(lane) for lane in range(3)] == [4, 3, 4]
+
+
+def test_logits_of_a_lane_stay_when_the_passes_of_the_next_follow():
+    b = backend("qwen3_5", ENGINE, lanes=2)
+    for lane in (0, 1):
+        b.prefill((3, 1, 4 + lane), lane)
+    asked = [Asked(9, logits=True, lane=lane) for lane in (0, 1)]
+    alone = [b.cycle(one).logits() for one in asked]
+    found = b.cycles(asked)
+    assert all(np.array_equal(one.logits(), logits) for one, logits in zip(found, alone, strict=True))
+    assert [one.logprobs for one in found] == [None, None]  # who asked computes them; an empty list would be taken
 
 
 def test_a_lane_is_copied_with_all_its_state():

@@ -206,7 +206,7 @@ class NativeBackend:
         joint = [one for one in asked if not _tolerant(one)]
         parts = [joint[first : first + widest] for first in range(0, len(joint), widest)]
         for part in (*parts, *([one] for one in asked if _tolerant(one))):
-            found = {lane: _on_host(outcome) for lane, outcome in found.items()}
+            found = {lane: one.on_host() if isinstance(one, Cycle) else one for lane, one in found.items()}
             outcomes = [self._host_cycle(part[0])] if _tolerant(part[0]) else DeviceCycle(self, part).run()
             found |= zip((one.lane for one in part), outcomes, strict=True)
         return [found[one.lane] for one in asked]
@@ -319,11 +319,3 @@ class NativeBackend:
 def _tolerant(asked: Asked) -> bool:
     """Whether drafts may stand beside other choices."""
     return asked.steering is not None and asked.steering.tolerant
-
-
-def _on_host(outcome: Outcome) -> Outcome:
-    """A cycle whose logits stay when another pass follows."""
-    if not isinstance(outcome, Cycle) or outcome.logits is None:
-        return outcome
-    logits, logprobs = outcome.logits(), outcome.logprobs() if outcome.logprobs else []
-    return replace(outcome, logits=lambda: logits, logprobs=lambda: logprobs)
