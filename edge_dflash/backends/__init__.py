@@ -1,7 +1,11 @@
-"""Backends: everything that runs a Program. :func:`load` picks the active one of a bundle."""
+"""Backends: everything that runs a Program. :func:`load` picks the active one of a bundle.
+
+A backend is a folder here, a row of ``LOADERS``, and one of :data:`edge_dflash.board.archs.RUNS`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -30,16 +34,19 @@ def load(bundle: Bundle, backend: str | None = None, *, drafter: bool = True, la
             f"{bundle.path} was built for {', '.join(manifest.backends)}, not for {backend}; "
             f"build it again with --backend {backend}"
         )
-    if backend != "reference":
-        return _device(bundle, backend, pair, lanes)
+    return LOADERS[backend](bundle, backend, pair, lanes)
+
+
+def _reference(bundle: Bundle, name: str, pair: PairSpec, lanes: int) -> Backend:
     try:
         import torch  # heavy and optional
 
         from edge_dflash.backends.reference.backend import ReferenceBackend
     except ModuleNotFoundError as error:
         raise BackendError(
-            f"the reference backend needs {error.name}; install it with: pip install 'edge-dflash[build]'"
+            f"the {name} backend needs {error.name}; install it with: pip install 'edge-dflash[build]'"
         ) from None
+    manifest = bundle.manifest
     if bundle.pair.target.hidden_size <= SMALL_MODEL:
         torch.set_num_threads(1)
     return ReferenceBackend(
@@ -100,3 +107,11 @@ def _device(bundle: Bundle, name: str, pair: PairSpec, lanes: int) -> Backend:
     if shares_memory():  # the files' pages lie in the memory that the engine shares with everything else
         drop_page_cache(bundle.path)
     return backend
+
+
+LOADERS: Mapping[str, Callable[[Bundle, str, PairSpec, int], Backend]] = {
+    "reference": _reference,
+    "native": _device,
+    "tensorrt": _device,
+}
+"""By name: (bundle, name, pair, lanes) -> the backend."""

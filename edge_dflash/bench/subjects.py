@@ -144,7 +144,7 @@ def bench_bundle(
     manifest = read_manifest(path)
     device = Device()
     work.pattern(manifest.pair.verify_rows if drafter else 1)
-    on_device, forced = manifest.backend != "reference", work.accept_length is not None or work.acceptance is not None
+    on_device, forced = manifest.on_device, work.accept_length is not None or work.acceptance is not None
     if not on_device and (forced or work.profile):
         raise RequestError(
             f"{path} was built for the {manifest.backend!r} backend; --accept-length and --profile need a GPU: "
@@ -188,7 +188,7 @@ def bundle_subject(
             weights=", ".join(f"{count} {name}" for name, count in manifest.weight_summary.items()),
             kv=manifest.precision.kv,
             planner=planner,
-            costs=costs if manifest.backend != "reference" else None,
+            costs=costs if manifest.on_device else None,
             source=f"{len(ids)} of {asked.source}",
             prompts=ids,
             form=asked.form if planner.tokenizer is not None else None,

@@ -11,7 +11,7 @@ their :class:`Chip` alone. It holds for one kernel and one use: another use of t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -118,7 +118,7 @@ class Arch:
     @property
     def backends(self) -> tuple[str, ...]:
         """The backends that run on it."""
-        return tuple(b for b, there in zip(BACKENDS, (not self.sm, self.kernels, self.tensorrt), strict=True) if there)
+        return tuple(backend for backend, runs in RUNS.items() if runs(self))
 
     @property
     def rates(self) -> Mapping[str, KernelRate]:
@@ -147,7 +147,13 @@ class Arch:
         return rows
 
 
-BACKENDS = ("reference", "native", "tensorrt")
+RUNS: Mapping[str, Callable[[Arch], bool]] = {
+    "reference": lambda arch: not arch.sm,
+    "native": lambda arch: arch.kernels is not None,
+    "tensorrt": lambda arch: arch.tensorrt is not None,
+}
+"""Backends, and what they run on."""
+BACKENDS = tuple(RUNS)
 # What kernels did on an H200: docs/lab/prefill.md, experts.md, tower.md, linears.md, lanes.md.
 _TILES = reached("linear_tiles.cu", 274e12, "Qwen3.6-27B, gate up, 512 rows")
 _EXPERTS = reached("experts_linear.cu", 95.6e12, "Qwen3.6-35B-A3B, a layer, 512 rows in 309 us")

@@ -333,7 +333,7 @@ def decide(config: BuildConfig) -> Decisions:
         lanes=lanes,
         kv_scales={},
         tokenizer=tokenizer is not None,
-        tools=_tools(choice.active) | ({engines.flavour: engines.version} if engines and engines.version else {}),
+        tools=_tools(choice.arch) | ({engines.flavour: engines.version} if engines and engines.version else {}),
         sources=sources,
         weights=formats,
         files={},
@@ -442,8 +442,8 @@ def _sizes(config: BuildConfig, recipe: Recipe, pair: PairSpec, chunk: int) -> t
     return context, config.prefill_chunk
 
 
-def _tools(backend: str) -> dict[str, str]:
+def _tools(arch: Arch) -> dict[str, str]:
     """Versions of what takes part in a build."""
     tools = {"edge-dflash": __version__, "python": platform.python_version()}
     tools |= {name: version(name) for name in ("numpy", "torch")}
-    return {**tools, "kernels": kernels_digest(), "nvrtc": compiler_version()} if backend != "reference" else tools
+    return {**tools, "kernels": kernels_digest(), "nvrtc": compiler_version()} if arch.sm else tools

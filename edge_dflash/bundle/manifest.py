@@ -136,6 +136,11 @@ class Manifest:
         return self.plans is None or (bool(self.standby) and self.backend != "tensorrt")
 
     @property
+    def on_device(self) -> bool:
+        """Whether its backends run on a GPU."""
+        return bool(find_arch(self.arch).sm)
+
+    @property
     def stacked(self) -> bool:
         """Whether linears lie in the order of the native kernels."""
         return "native" in self.backends

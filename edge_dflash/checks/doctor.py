@@ -238,7 +238,7 @@ def jetson_linux(facts: Facts) -> Check:
 @_check("D003", "CUDA driver")
 def driver(facts: Facts) -> Check:
     """Whether CUDA's driver answers and is new enough."""
-    judge = fail if facts.manifest and facts.manifest.backend in ("native", "tensorrt") else warn
+    judge = fail if facts.manifest and facts.manifest.on_device else warn
     if facts.device is None:
         what, _, remedy = facts.device_error.partition("; ")
         return judge(what, remedy or "install the NVIDIA driver; the reference backend runs without")
@@ -432,7 +432,7 @@ def architecture(facts: Facts) -> Check | None:
     if (manifest := facts.manifest) is None:
         return None
     built = f"built for {' and '.join(manifest.backends)} on {manifest.arch}"
-    if manifest.backend == "reference":
+    if not manifest.on_device:
         return ok(built)
     sm = find_arch(manifest.arch).sm
     if facts.device is None:

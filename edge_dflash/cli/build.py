@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from edge_dflash.board.archs import BACKENDS
 from edge_dflash.builder.finish import BuildResult, finish_command
 from edge_dflash.builder.finish import finish as finish_bundle
 from edge_dflash.cli.output import Json, emit_json, say, stages
@@ -25,7 +26,7 @@ Output = Annotated[Path | None, opt("DIR", "Directory to make; the bundle appear
 ArchName = Annotated[str, opt("NAME", "What it runs on: cpu, a GPU such as sm110, or a board such as thor.")]
 Backend = Annotated[
     str | None,
-    opt("NAMES", "What runs it: reference, native, tensorrt or native,tensorrt; default: what suits the arch."),
+    opt("NAMES", f"What runs it: {', '.join(BACKENDS)} or native,tensorrt; default: what suits the arch."),
 ]
 Recipe = Annotated[
     Path | None,

@@ -182,7 +182,7 @@ class ReferenceTapper:
 
 def open_tapper(bundle: Bundle, *, last: bool) -> Tapper:
     """The tapper of the bundle's own backend. Raises BackendError where that cannot run here."""
-    if bundle.manifest.backend == "reference":
+    if not bundle.manifest.on_device:
         return ReferenceTapper(bundle, last=last)
     from edge_dflash.backends.cuda.taps import NativeTapper  # needs CUDA's bindings
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from builder_support import BF16, GOLDEN, TARGETS, add_tokenizer, config_of, copy_target, recipe
 
+from edge_dflash.board.archs import BACKENDS
 from edge_dflash.builder.decide import BuildConfig, decide
 from edge_dflash.builder.journal import WorkDir
 from edge_dflash.errors import (
@@ -92,7 +93,7 @@ def test_paths_that_cannot_work_are_refused(tmp_path):
             {"arch": "sm42"},
             ("arch is 'sm42'; accepted are cpu, sm87, sm89, sm90, sm110, sm120, sm121 (sm121a, 121 and",),
         ),
-        ({"backend": "onnx"}, ("--backend is 'onnx', accepted are reference, native, tensorrt and native,tensorrt",)),
+        ({"backend": "onnx"}, (f"--backend is 'onnx', accepted are {', '.join(BACKENDS)} and native,tensorrt",)),
         ({"backend": "native"}, ("--arch is 'cpu', --backend native is built for sm87, sm89, sm90, sm110",)),
         ({"backend": "tensorrt"}, ("--arch is 'cpu', --backend tensorrt is built for sm87, sm89, sm90, sm110, sm12",)),
         ({"arch": "sm110a", "backend": "reference"}, ("--backend reference is built for cpu; leave --backend out",)),

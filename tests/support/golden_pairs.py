@@ -46,8 +46,12 @@ def golden(name):
     return load_file(GOLDEN / f"golden_{name}.safetensors")
 
 
-def backend(name, precision=FLOAT32, max_context=160, **options):
-    return ReferenceBackend(pair(name), store(name), precision, max_context=max_context, **options)
+CPU_BACKENDS = {"reference": ReferenceBackend}
+"""Backends that run on any machine, each held to what all promise by tests/backends/test_cpu_backends.py."""
+
+
+def backend(name, precision=FLOAT32, max_context=160, kind="reference", **options):
+    return CPU_BACKENDS[kind](pair(name), store(name), precision, max_context=max_context, **options)
 
 
 def same_bits(a, b):
