@@ -247,7 +247,8 @@ def test_an_engine_that_fails_is_503_and_the_next_request_runs(start):
 def test_a_client_that_takes_nothing_is_left(tmp_path, caplog):
     """Its events fill what lies between the two; then its connection is cut, and with it the request."""
     caplog.set_level("INFO", "edge_dflash.requests")
-    service = fake_service(tmp_path, FakeBackend(TEXT_SHAPE, right=lambda position: 0), timeouts={"write": 0.2})
+    backend = Slow(FakeBackend(TEXT_SHAPE, right=lambda position: 0), 0.005)  # 2 s in all
+    service = fake_service(tmp_path, backend, timeouts={"write": 0.2})
     asked = {"messages": HELLO, "stream": True, "logprobs": True, "top_logprobs": 20, "max_tokens": 400}
     body = json.dumps(asked | {"edge_dflash": {"regex": "[a-f]{400}"}}).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
