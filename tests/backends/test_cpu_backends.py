@@ -41,6 +41,19 @@ def test_logits_of_a_row_do_not_depend_on_the_rows_behind_it(backend, name, prec
         alone.commit(1)
 
 
+def test_rows_end_with_the_next_pass(backend, name):
+    of = backend(name, ENGINE)
+    rows = of.prefill(PROMPT)
+    for take in (lambda: of.propose(5), lambda: of.verify([5, 6]), lambda: of.prefill([7])):
+        kept = rows.argmax()
+        rows, ended = take(), rows
+        assert len(rows.argmax()) == len(rows)
+        assert len(kept) == len(ended)
+        for read in (ended.argmax, ended.logits):
+            with pytest.raises(BackendError, match="replaced by a later pass"):
+                read()
+
+
 def test_prefill_does_not_depend_on_its_chunks(backend, name):
     prompt = golden(name)["p2.prompt"].tolist()
     whole, parts = backend(name, ENGINE), backend(name, ENGINE, prefill_chunk=7)
