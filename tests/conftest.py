@@ -239,3 +239,12 @@ def service(tmp_path):
     service = fake_service(tmp_path)
     yield service
     service.close()
+
+
+@pytest.fixture
+def client(service):
+    """A client of the service."""
+    from service_support import client_of
+
+    with client_of(service) as client:
+        yield client

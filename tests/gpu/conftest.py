@@ -1,4 +1,4 @@
-"""Tests that measure times have the device to themselves, whatever the number of workers."""
+"""The device of a module's tests; those that measure times have it to themselves, whatever the number of workers."""
 
 from pathlib import Path
 
@@ -6,6 +6,15 @@ import pytest
 from turns import turn
 
 LOCKS = Path(__file__).parents[2] / "build"  # git-ignored
+
+
+@pytest.fixture(scope="module")
+def device():
+    from native_state_support import Device, threads
+    from torch import set_num_threads
+
+    set_num_threads(threads(8))
+    return Device()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from fakes import Stepped
+from fakes import Grammar, Stepped
 from golden_pairs import same_bits
 from native_backend_support import ENGINE, WIDE_KV, Nearness, native, prompt
 
@@ -63,11 +63,12 @@ class HostChoice(Delegate):
         return HostRows(super().verify(ids, lane))
 
 
-class Rule:
+class Rule(Grammar):
     """A grammar whose next tokens hang on the tokens before: half of them, any, one that is forced, or a few."""
 
     def __init__(self, vocabulary):
-        self._size, self.path = vocabulary, []
+        super().__init__()
+        self._size = vocabulary
 
     def allowed(self):
         ids, at = np.arange(self._size), sum(self.path) + len(self.path)
@@ -80,16 +81,6 @@ class Rule:
                 return ids % 97 == at % 97
             case _:
                 return (ids + at) % 2 == 0
-
-    def push(self, token):
-        mask = self.allowed()
-        if mask is not None and not mask[token]:
-            return False
-        self.path.append(token)
-        return True
-
-    def pop(self, count):
-        del self.path[len(self.path) - count :]
 
     def forced(self):
         mask = self.allowed()

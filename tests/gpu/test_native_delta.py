@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from native_linear_support import fetch_blocks
-from native_state_support import Device, bf16, commit, threads
+from native_state_support import bf16, commit
 
 from edge_dflash.backends.cuda.kernels import delta as native_delta
 from edge_dflash.backends.cuda.kernels import small as native_small
@@ -26,12 +26,6 @@ SHAPES = {
     "wide block": DeltaShape(1, 2, 128, 64, 4, 1e-6, 32, 40),
 }
 PATHS = [(name, clusters) for name in SHAPES for clusters in ((True, False) if SHAPES[name].clusters else (False,))]
-
-
-@pytest.fixture(scope="module")
-def device():
-    torch.set_num_threads(threads(8))
-    return Device()
 
 
 class Layer:

@@ -16,7 +16,6 @@ from native_linear_support import (
     ulps,
     weight,
 )
-from native_state_support import Device
 
 from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 from edge_dflash.backends.cuda.kernels.small import Small
@@ -28,14 +27,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def device():
-    found = Device()
-    assert hopper(found.gpu.sm, 16), "these kernels are for SM90"
-    return found
-
-
-@pytest.fixture(scope="module")
 def of_hopper(device):
+    assert hopper(device.gpu.sm, 16), "these kernels are for SM90"
     return linears_of(device, "hopper")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from native_lanes_support import IDLE, LANES, Slot, bits, input_rows, set_slots
 from native_linear_support import fetch_blocks
-from native_state_support import Device, bf16, commit, threads
+from native_state_support import bf16, commit
 
 from edge_dflash.backends.cuda.kernels import delta as native_delta
 from edge_dflash.backends.cuda.kernels import small as native_small
@@ -18,12 +18,6 @@ from edge_dflash.backends.cuda.kernels.small import Small
 from edge_dflash.backends.cuda.memory import Matrix
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def device():
-    torch.set_num_threads(threads(8))
-    return Device()
 
 
 DELTA = {

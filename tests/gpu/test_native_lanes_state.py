@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from native_lanes_support import IDLE, LANES, Slot, bits, input_rows, set_slots
-from native_state_support import Device, bf16, threads
+from native_state_support import bf16
 
 from edge_dflash.backends.cuda.kernels import attend as native_attend
 from edge_dflash.backends.cuda.kernels import conv as native_conv
@@ -17,12 +17,6 @@ from edge_dflash.backends.cuda.memory import Matrix, Norm
 from edge_dflash.model.ops import GroupedConv
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def device():
-    torch.set_num_threads(threads(8))
-    return Device()
 
 
 FULL = [Slot(3, 40), Slot(0, 700), Slot(7, 0), Slot(1, 129), Slot(2, 511), Slot(6, 650), Slot(5, 512), Slot(4, 333)]

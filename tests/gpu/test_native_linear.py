@@ -16,7 +16,6 @@ from native_linear_support import (
     ulps,
     weight,
 )
-from native_state_support import Device
 
 from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 from edge_dflash.backends.cuda.kernels.small import Small
@@ -30,11 +29,6 @@ pytestmark = pytest.mark.gpu
 def _sum_bytes(linears, layout):
     splits = linears.choose(layout, 32, may_split=True)
     return splits.sum_bytes(layout) if isinstance(splits, StreamSplits) else 16
-
-
-@pytest.fixture(scope="module")
-def device():
-    return Device()
 
 
 @pytest.fixture(scope="module", params=["own", "hopper", "few"])

@@ -7,7 +7,6 @@ import torch
 from golden_pairs import same_bits
 from native_backend_support import ENGINE, Nearness, native, prompt
 from native_linear_support import FORMATS, check_greedy, cubin, empty, fetch, inputs, weight
-from native_state_support import Device
 
 from edge_dflash.backends.cuda import backend as backends
 from edge_dflash.backends.cuda.driver import Gpu
@@ -34,11 +33,6 @@ class Parted(Linears):
             return ClusterSplits.in_turn(layout, tile, self.splits, self.count)
         clusters = max(1, self.count // self.splits)
         return ClusterSplits.of(layout, tile, self.splits, self.count, lambda *block: clusters)
-
-
-@pytest.fixture(scope="module")
-def device():
-    return Device()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from native_state_support import Device, bf16, threads
+from native_state_support import bf16
 
 from edge_dflash.backends.cuda.kernels import attend as native_attend
 from edge_dflash.backends.cuda.kernels import cycle as native_cycle
@@ -24,12 +24,6 @@ from edge_dflash.weights.e4m3 import to_e4m3
 
 pytestmark = pytest.mark.gpu
 SCALES = (0.0131, 0.0077)  # K, V
-
-
-@pytest.fixture(scope="module")
-def device():
-    torch.set_num_threads(threads(8))
-    return Device()
 
 
 class Layer:

@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 import torch
 from native_linear_support import cubin, empty, expected, fetch, ulps, weight
-from native_state_support import Device, bf16
+from native_state_support import bf16
 
 from edge_dflash.backends.cuda.kernels.linear import Linears, LinearWeights, Tiles
 from edge_dflash.backends.cuda.memory import NULL, Matrix
@@ -21,11 +21,6 @@ SHAPES = (
     (304, 17408, 260),
 )  # N, K, rows
 ROWS = (1, 32, 40, 64, 100, 190, 256, 300, 512, 700)  # every width of a tile
-
-
-@pytest.fixture(scope="module")
-def device():
-    return Device()
 
 
 @pytest.fixture(scope="module", params=["hopper", "generic"])

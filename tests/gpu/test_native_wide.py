@@ -15,7 +15,6 @@ from native_linear_support import (
     run,
     weight,
 )
-from native_state_support import Device
 
 from edge_dflash.backends.cuda.kernels.linear import LinearWeights
 from edge_dflash.backends.cuda.kernels.splits import (
@@ -38,11 +37,6 @@ SHAPES = {  # (N, K)
     "fp8_channel": ((1000, 1600),),
     "bf16": ((6, 64), (72, 352), (48, 5120), (1000, 1600), (4096, 2560)),
 }
-
-
-@pytest.fixture(scope="module")
-def device():
-    return Device()
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

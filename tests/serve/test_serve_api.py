@@ -6,22 +6,15 @@ import json
 import socket
 import time
 
-import pytest
 from fakes import FakeBackend
 from planner_support import Gate, Slow
-from service_support import TEXT_SHAPE, TOOL_TASK, client_of, events, fake_service, live, thinking_service
+from service_support import TEXT_SHAPE, TOOL_TASK, events, fake_service, live, thinking_service
 
 from edge_dflash.serve import completions as completions_module
 from edge_dflash.serve.app import make_app
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture
-def client(service):
-    with client_of(service) as client:
-        yield client
 
 
 def test_a_chat_is_the_plan(service, client):

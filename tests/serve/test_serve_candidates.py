@@ -13,12 +13,6 @@ HELLO = [{"role": "user", "content": "hello"}]
 BODY = {"messages": HELLO, "max_tokens": 12, "temperature": 1.0, "seed": 5, "logprobs": True}
 
 
-@pytest.fixture
-def client(service):
-    with client_of(service) as client:
-        yield client
-
-
 def alone(client, path, body, n):
     return [client.post(path, json={**body, "seed": 5 + index}).json() for index in range(n)]
 

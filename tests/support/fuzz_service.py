@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
+import re
 import resource
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from json_schema import faults
 from service_support import fake_service
 
 from edge_dflash.serve import openapi
@@ -124,7 +126,8 @@ def objects(schema):
 
 
 SESSIONS = "/v1/edge_dflash/sessions"
-PATHS = openapi.document(OPERATIONS, SCHEMAS, ServeConfig(), key=False)["paths"]
+DOCUMENT = openapi.document(OPERATIONS, SCHEMAS, ServeConfig(), key=False)
+PATHS = DOCUMENT["paths"]
 BODIES = {
     path: often(near(methods["post"]["requestBody"]["content"]["application/json"]["schema"]))
     for path, methods in PATHS.items()
@@ -172,6 +175,20 @@ odd = st.tuples(
 CHAT = "/v1/chat/completions"
 asked = [posts(path, body) for path, body in BODIES.items() if not path.startswith(SESSIONS)]
 requests = often(posts(CHAT, BODIES[CHAT]), st.one_of(*asked, on_sessions, odd), 1)
+
+
+def undocumented(method: str, path: str, status: int, body: bytes) -> list[str]:
+    """What of an answer is not as the document says; of paths and methods that it does not have, nothing."""
+    known = (one for one in PATHS if re.fullmatch(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(one)), path))
+    operation = PATHS.get(next(known, ""), {}).get(method.lower())
+    if operation is None:
+        return []
+    if str(status) not in operation["responses"]:
+        return [f"status {status}"]
+    content = operation["responses"][str(status)].get("content", {})
+    if "application/json" not in content or body.startswith(b"data: "):
+        return []
+    return faults(content["application/json"]["schema"], json.loads(body), DOCUMENT)
 
 
 async def send(app, method: str, path: str, body: bytes) -> tuple[int, bytes]:
@@ -224,6 +241,7 @@ class Fuzz:
         if status >= 400:
             assert request[0] == "HEAD" or json.loads(body)["error"]["message"], request
         assert b"internal_error" not in body, request
+        assert not (wrong := undocumented(*request[:2], status, body)), (request, status, wrong)
 
     def run(self, examples: int, number: int) -> None:
         """Send ``examples`` requests drawn with a seed."""
