@@ -116,16 +116,17 @@ def test_a_short_convolution_gets_leading_zeros():
     assert np.array_equal(packed[1:], conv[:, 0].T)
 
 
-def test_a_multiprocessor_takes_no_more_blocks_of_a_verify_than_its_share():
-    for sm_count, fits in ((132, 1), (100, 1), (60, 2), (20, 2), (12, 2)):  # more than two have no room
-        shared = DELTA_27B.verify_shared(90, sm_count)
-        assert (228 << 10) // (shared + 1024) == fits
+def test_a_multiprocessor_takes_no_more_blocks_than_its_share():
+    """At most two of a verify, four of a prefill: more have no room."""
+    for sm_count, verify, prefill in (
+        (132, 1, 3),
+        (200, 1, 2),
+        (60, 2, 4),
+        (20, 2, 4),
+        (12, 2, 4),
+    ):  # the last: no room
+        shared = DELTA_27B.verify_shared(90, sm_count), DELTA_27B.recurrence_shared(90, sm_count)
+        assert [(228 << 10) // (one + 1024) for one in shared] == [verify, prefill]
     for sm in (90, 110, 120, 121):
         assert DELTA_27B.verify_shared(sm, 132) <= SHARED_LIMIT[f"sm{sm}a"] << 10
-
-
-def test_a_multiprocessor_takes_no_more_blocks_of_a_prefill_than_its_share():
-    for sm_count, fits in ((132, 3), (200, 2), (60, 4), (20, 4)):  # more than four have no room
-        shared = DELTA_27B.recurrence_shared(90, sm_count)
-        assert (228 << 10) // (shared + 1024) == fits
     assert (100 << 10) // (DELTA_27B.recurrence_shared(121, 48) + 1024) == 2

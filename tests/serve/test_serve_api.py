@@ -4,11 +4,10 @@ import asyncio
 import dataclasses
 import json
 import socket
-import time
 
 from fakes import FakeBackend
 from planner_support import Gate, Slow
-from service_support import TEXT_SHAPE, TOOL_TASK, events, fake_service, live, thinking_service
+from service_support import TEXT_SHAPE, TOOL_TASK, events, fake_service, live, thinking_service, until
 
 from edge_dflash.serve import completions as completions_module
 from edge_dflash.serve.app import make_app
@@ -249,9 +248,7 @@ def test_a_client_that_takes_nothing_is_left(tmp_path, caplog):
     with live(service, tmp_path) as address, socket.socket(socket.AF_UNIX) as one:
         one.connect(address.removeprefix("unix:"))
         one.sendall(head.encode() + body)
-        until = time.monotonic() + 30
-        while not value("edge_dflash_disconnects_total") and time.monotonic() < until:
-            time.sleep(0.02)
+        until(lambda: value("edge_dflash_disconnects_total"))
         assert service.observer.jobs == 0
         assert not service.streams
     assert value("edge_dflash_requests_total", {"endpoint": "chat", "outcome": "disconnected"}) == 1

@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import httpx2
+from service_support import until
 
 from edge_dflash.serve import service as service_module
 from tests.runner.test_engine import Failing
@@ -35,9 +35,7 @@ def test_requests_are_answered_and_the_watchdog_goes_hungry(start, monkeypatch):
         ask = threading.Thread(target=lambda path=path, body=body: replies.append(client.post(path, json=body)))
         asking.append(ask)
         ask.start()
-        until = time.monotonic() + SECONDS
-        while not reached() and time.monotonic() < until:
-            time.sleep(0.005)
+        until(reached, SECONDS)
     backend.go.set()
     for thread in asking:
         thread.join(SECONDS)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 
 import pytest
 from fakes import FakeBackend
 from planner_support import Gate, Slow
-from service_support import TEXT_SHAPE, client_of, fake_service
+from service_support import TEXT_SHAPE, client_of, fake_service, until
 
 from edge_dflash.board.state import BoardState, EnergyMeter
 from edge_dflash.decode.loop import Step
@@ -156,12 +155,10 @@ def draining(tmp_path, drain, **options):
     with client_of(service) as client:
         thread = threading.Thread(target=ask, args=(client, replies), kwargs={"max_tokens": 20, **options})
         thread.start()
-        while service.observer.jobs == 0:
-            time.sleep(0.005)
+        until(lambda: service.observer.jobs)
         stopping = threading.Thread(target=client.portal.call, args=(service.drain,))
         stopping.start()
-        while service.state != "draining":
-            time.sleep(0.001)
+        until(lambda: service.state == "draining")
         assert client.post(CHAT, json={"messages": HELLO}).status_code == 503
         thread.join()
         stopping.join()
@@ -186,13 +183,10 @@ def test_a_reload_saves_sessions_also_the_one_whose_turn_runs(tmp_path, start):
     options = {"max_tokens": 20, "edge_dflash": {"session": "kitchen"}}
     thread = threading.Thread(target=ask, args=(client, replies), kwargs=options)
     thread.start()
-    while service.observer.jobs == 0:
-        time.sleep(0.005)
+    until(lambda: service.observer.jobs)
     client.portal.call(service.reload)
     thread.join()
-    until = time.monotonic() + 60
-    while len(list((tmp_path / "state" / "sessions").iterdir())) < 2 and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: len(list((tmp_path / "state" / "sessions").iterdir())) == 2)
     assert [reply.status_code for reply in replies] == [200, 200]
     assert sorted(path.name for path in (tmp_path / "state" / "sessions").iterdir()) == [
         "hall.session",

@@ -6,14 +6,13 @@ import os
 import socket
 import struct
 import threading
-import time
 from unittest.mock import MagicMock
 
 import httpx2
 import pytest
 from fakes import FakeBackend
 from planner_support import Gate
-from service_support import TEXT_SHAPE, client_of, fake_service, live
+from service_support import TEXT_SHAPE, client_of, fake_service, live, until
 from starlette.testclient import TestClient
 
 from edge_dflash.serve import connection
@@ -131,13 +130,6 @@ def ask(client, replies, caller="", priority=0, **more):
     thread = threading.Thread(target=lambda: replies.append(client.post(CHAT, json=body)))
     thread.start()
     return thread
-
-
-def until(condition):
-    end = time.monotonic() + 60
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.005)
-    assert condition()
 
 
 def test_one_callers_flood_leaves_places_and_gives_way_to_what_is_urgent(tmp_path):

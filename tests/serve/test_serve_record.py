@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import stat
-import time
 
-from service_support import Process
+from service_support import Process, until
 
 from edge_dflash.runner.recording import Recording
 from edge_dflash.serve.state_dir import recording_in
@@ -23,9 +22,7 @@ def test_a_service_records_what_it_answered_and_not_who_asked(demo_bundle, tmp_p
             reply = client.post(CHAT, json=body).json()
             assert client.post(CHAT, json={"messages": []}).status_code == 400
         path = process.state / "answers.jsonl"
-        until = time.monotonic() + 60
-        while not path.exists() and time.monotonic() < until:
-            time.sleep(0.05)
+        until(path.exists)
         log = (tmp_path / "log").read_text()
     (line,) = [json.loads(line) for line in path.read_text().splitlines()]
     assert line["messages"] == HELLO

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -229,26 +229,17 @@ def spread(seconds: list[float]) -> list[float]:
     return [round(1e3 * one, 1) for one in (statistics.median(ordered), ordered[len(ordered) * 99 // 100], ordered[-1])]
 
 
-def beside(service: Served, act: Callable[[], list[str]]) -> dict[str, object]:
-    """Latencies while something is done."""
+def measure(service: Served, pieces: list[bytes], times: int = 2) -> dict[str, object]:
+    """Latencies while one kind of request is sent."""
     service.late()
     begin = time.perf_counter()
     with Health(service) as health:
         time.sleep(0.02)
-        statuses = act()
+        statuses = {send(service, pieces) for _ in range(times)}
         time.sleep(0.02)
-    seconds = time.perf_counter() - begin
-    return {
-        "status": " ".join(sorted(set(statuses))),
-        "seconds": round(seconds, 2),
-        "loop": spread(service.late()),
-        "health": spread(health.seconds),
-    }
-
-
-def measure(service: Served, pieces: list[bytes], times: int = 2) -> dict[str, object]:
-    """Latencies beside one kind of request."""
-    return beside(service, lambda: [send(service, pieces) for _ in range(times)])
+    seconds = round(time.perf_counter() - begin, 2)
+    loop = spread(service.late())
+    return {"status": " ".join(statuses), "seconds": seconds, "loop": loop, "health": spread(health.seconds)}
 
 
 def main() -> None:

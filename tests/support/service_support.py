@@ -79,6 +79,14 @@ def client_of(service: Service, key: str = "") -> TestClient:
     )
 
 
+def until(condition, seconds: float = 60.0) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 @contextmanager
 def services(directory: Path):
     """What begins services on one state directory, one after another, and gives each with its client."""
