@@ -7,10 +7,13 @@ import re
 import shlex
 import shutil
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 from cli_support import PAIR, flip_byte, last_json
+from rich.console import Console
+from rich.progress import Progress
 from safetensors.numpy import load_file, save_file
 
 import edge_dflash
@@ -282,3 +285,27 @@ def test_lines_say_the_time_left_of_a_stage(monkeypatch, capsys):
         *("0:00 left", "0:01 left", "1:00 left"),
         *("1:00:00 left", "23:59:59 left"),
     ]
+
+
+def test_bars_say_the_time_left_of_a_stage(monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    clock = Clock()
+    monkeypatch.setattr(output, "Console", partial(Console, get_time=clock, width=100))
+    monkeypatch.setattr(output, "Bars", partial(Progress, auto_refresh=False))
+    with output.stages() as report:
+
+        def shown(later, *heard):
+            clock.now += later
+            report(*heard)
+            capsys.readouterr()
+            report.bars.refresh()
+            return re.findall(r"(?:\d+:)+\d+ left", capsys.readouterr().err)
+
+        assert shown(0, "training", 100, 1000) == []
+        assert shown(40, "training", 200, 1000) == ["5:20 left"]
+        assert shown(40, "training", 1000, 1000) == []
+        assert shown(3600, "training", 0, 1000) == []  # begun again
+        assert shown(10, "training", 200, 1000) == []
+        assert shown(10, "training", 400, 1000) == ["0:30 left"]
+        assert shown(0, "loading", 0, 0) == ["0:30 left"]
