@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from cli_support import last_json
 from paths import ROOT
 
 from edge_dflash.builder.write import BuildConfig, build
@@ -12,10 +13,6 @@ from edge_dflash.planner import Planner
 pytestmark = pytest.mark.usefixtures("opened_once")
 
 TASKS = [task_from_json(json.loads(line)) for line in PICTURED.read_text(encoding="utf-8").splitlines()]
-
-
-def last_json(out):
-    return json.loads(out.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

@@ -219,6 +219,10 @@ def test_openai_s_client_as_agents_use_it(tmp_path):
             )  # fmt: skip
             message = answer.choices[0].message
             assert answer.choices[0].finish_reason == "tool_calls"
+            with client.chat.completions.stream(**asked) as stream:
+                streamed = stream.get_final_completion().choices[0].message.tool_calls[0]
+            call = message.tool_calls[0]
+            assert (streamed.id, streamed.function.arguments) == (call.id, call.function.arguments)
             result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "held"}
             history = [*TOOL_TASK, message.model_dump(), result]
             assert create(**{**asked, "messages": history}, max_tokens=3).usage.completion_tokens == 3

@@ -1,21 +1,16 @@
-"""What the real clients get from a service: the ``openai`` package and ``curl``, over the Unix socket and over TCP.
-
-Tools are checked on a scripted model, because the demo's template takes none.
-"""
+"""What the real clients get from a service: the ``openai`` package and ``curl``, over the Unix socket and over TCP."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx2
 import openai
 import pytest
-from service_support import TOOL, TOOL_TASK, Process, live, tool_service
+from service_support import Process
 
 TASK = [{"role": "user", "content": "Bring the red mug to the kitchen table."}]
 KEY = "conformance-key-0123456789"
@@ -165,24 +160,6 @@ def conversation(way: Way) -> None:
         assert second.usage.prompt_tokens_details.cached_tokens > 0
 
 
-def tools(way: Way) -> None:
-    """On a service of its own, whose model is scripted."""
-    with tempfile.TemporaryDirectory() as directory:
-        service = tool_service(Path(directory))
-        tcp = way.uds is None
-        with live(service, Path(directory), KEY if tcp else "", tcp) as url:
-            other = Way(None, url, KEY) if tcp else Way(url.removeprefix("unix:"))
-            with other.openai() as client:
-                reply = client.chat.completions.create(model="fake", messages=TOOL_TASK, tools=[TOOL])
-                call = reply.choices[0].message.tool_calls[0]
-                assert reply.choices[0].finish_reason == "tool_calls"
-                assert (call.function.name, json.loads(call.function.arguments)) == ("grasp", {"object": "mug"})
-                with client.chat.completions.stream(model="fake", messages=TOOL_TASK, tools=[TOOL]) as stream:
-                    streamed = stream.get_final_completion().choices[0].message.tool_calls[0]
-                assert (streamed.id, streamed.function.arguments) == (call.id, call.function.arguments)
-        service.close()
-
-
 def cancel(way: Way) -> None:
     with way.openai() as client:
         stream = client.chat.completions.create(model="demo", messages=TASK, stream=True, extra_body=PLAIN)
@@ -259,7 +236,7 @@ def curl_health(way: Way) -> None:
 
 
 CHECKS = (
-    *(models, chat, chat_stream, json_schema, json_schema_stream, sampling, stop, completions, conversation, tools),
+    *(models, chat, chat_stream, json_schema, json_schema_stream, sampling, stop, completions, conversation),
     *(cancel, bad_requests, wrong_key, curl_stream, curl_cancel, curl_bad_requests, curl_health),
 )
 

@@ -14,27 +14,32 @@ from checkpoint_files import header_of, write
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
+SMALL = {  # of targets and drafters
+    "model_type": "qwen3",
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "dtype": "bfloat16",
+}
+
+
 def qwen3_config(**changes):
     """config.json of a small Qwen3; ``changes`` are fields of the file."""
     return {
+        **SMALL,
         "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
         "vocab_size": 320,
         "hidden_size": 64,
-        "intermediate_size": 96,
         "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "rope_scaling": None,
         "max_position_embeddings": 512,
-        "attention_bias": False,
         "tie_word_embeddings": True,
         "eos_token_id": 0,
-        "dtype": "bfloat16",
     } | changes
 
 
@@ -64,25 +69,15 @@ def drafter_config(target, **changes):
     dflash = {"mask_token_id": text["vocab_size"] - 1, "target_layer_ids": sorted({1, layers // 2, layers - 2})}
     dflash |= changes.pop("dflash_config", {})
     return {
+        **SMALL,
         "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
         "block_size": 4,
         "num_target_layers": layers,
         "dflash_config": dflash,
         "vocab_size": text["vocab_size"],
         "hidden_size": text["hidden_size"],
-        "intermediate_size": 96,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "rope_scaling": None,
-        "attention_bias": False,
         "layer_types": ["full_attention"] * changes.get("num_hidden_layers", 2),
-        "dtype": "bfloat16",
     } | changes
 
 
