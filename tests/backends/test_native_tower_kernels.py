@@ -98,7 +98,7 @@ def test_queries_and_keys_turn_and_values_do_not(kernels):
     qkv = bits(rng(11).normal(size=(rows, 3 * heads * dim)))
     before, angles = wide(qkv), rng(12).normal(size=(rows, dim // 2)) * 9
     cosine, sine = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    kernels.rotate(at(qkv), at(cosine), at(sine), rows, heads, dim, 3 * heads * dim)
+    kernels.turn(at(qkv), at(cosine), at(sine), rows, heads, dim, 3 * heads * dim)
     x = before.reshape(rows, 3, heads, 2, dim // 2)
     low, high, c, s = x[:, :2, :, 0], x[:, :2, :, 1], cosine[:, None, None], sine[:, None, None]
     wanted = x.copy()
