@@ -9,7 +9,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edge_dflash.decode.controls import Controls, Pace
-from edge_dflash.decode.drafts import DraftChoice
 from edge_dflash.decode.generation import collect, generate, stream
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import Sampling, choose_row
@@ -98,28 +97,10 @@ def test_the_noise_of_a_token_is_that_of_its_position(right):
         assert result.accept_lengths[0] == (right + 1 if speculative else 1)
 
 
-def test_a_sequence_goes_on_where_it_ended():
-    whole, _ = run(Options(max_new_tokens=30))
-    first, b = run(Options(max_new_tokens=11))
-    rest = generate(b, [first.tokens[-1]], Options(max_new_tokens=19))
-    assert first.tokens + rest.tokens == whole.tokens
-
-
 def test_an_unfinished_stream_has_no_result():
     steps = stream(backend("qwen3_5"), PROMPT, Options(max_new_tokens=9))
     with pytest.raises(ValueError, match="not finished"):
         collect([next(steps)])
-
-
-def test_timings_and_accept_lengths_are_reported():
-    result, _ = run(Options(max_new_tokens=20))
-    t = result.timings
-    assert t.total_seconds == pytest.approx(t.prefill_seconds + t.propose_seconds + t.verify_seconds)
-    assert min(t.prefill_seconds, t.propose_seconds, t.verify_seconds) > 0
-    assert result.accept_length == pytest.approx(19 / len(result.accept_lengths))
-    plain, _ = run(Options(max_new_tokens=5), speculative=False)
-    assert plain.accept_lengths == (1, 1, 1, 1)
-    assert plain.timings.propose_seconds < 1e-3
 
 
 # what steers and ends it ----------------------------------------------------------------------------------------------
@@ -194,14 +175,3 @@ def test_a_passed_deadline_gives_what_was_committed(monkeypatch):
     now[0] = 2.0
     assert [step.finish_reason for step in steps] == ["deadline"]
     assert seen == FULL[: len(seen)]
-
-
-def test_plain_fallback_changes_the_time_and_not_the_tokens():
-    b = backend("qwen3_5")
-    pace = Pace(DraftChoice(b.shape.drafts))
-    for _ in range(16):
-        pace.record(1e3, 1e-3, b.shape.drafts, b.shape.drafts, 0)
-    assert pace.drafts == 0
-    result = generate(b, PROMPT, FORTY, controls=Controls(pace=pace))
-    assert list(result.tokens) == FULL[:40]
-    assert set(result.accept_lengths[:20]) == {1}

@@ -196,17 +196,6 @@ def test_forks_share_their_state_and_go_their_own_ways(name):
     assert len({session.tokens for session in (trunk, *forks)}) == 4
 
 
-def test_a_fork_in_the_middle_of_an_answer_starts_at_the_last_step():
-    manager, prompt = manager_of("qwen3_5"), prompt_of("qwen3_5")
-    session = manager.open()
-    stream = answer(session, prompt, Options(max_new_tokens=20))
-    steps = [next(stream) for _ in range(4)]
-    fork = forked(session)
-    assert fork.tokens == session.tokens
-    check("qwen3_5", fork, fork.tokens, list(answer(fork, fork.tokens, Options(max_new_tokens=7))))
-    check("qwen3_5", session, prompt, steps + list(stream))
-
-
 def test_snapshots_cannot_be_written():
     session = manager_of("qwen3_5").open()
     list(answer(session, prompt_of("qwen3_5"), Options(max_new_tokens=3)))

@@ -6,8 +6,7 @@ from safetensors.torch import load_file
 from calib.demo.delta import UnitLowerInverse, chunked_delta, sequential_delta
 from calib.demo.fakequant import Linear, WeightQuantizer
 from calib.demo.generate import greedy
-from calib.demo.model import Target, TargetConfig
-from calib.demo.storage import load_target, save_model
+from calib.demo.storage import load_target
 from edge_dflash.training.drafter import fake_fp8
 from edge_dflash.weights.quantize import dequantize, fused_group, quantize_nvfp4
 
@@ -110,14 +109,3 @@ def test_fake_fp8_has_four_significant_bits():
     assert 0 < (y.detach() / x.detach() - 1).abs().max() <= 2**-4 + 1e-6
     y.sum().backward()
     assert torch.equal(x.grad, torch.ones(1000))
-
-
-def test_a_checkpoint_reads_back(tmp_path):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "rotary_dims": 4}
-    model = Target(TargetConfig(**sizes))
-    save_model(model, tmp_path)
-    again = load_target(tmp_path)
-    assert again.c == model.c
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor.bfloat16().float())

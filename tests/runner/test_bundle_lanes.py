@@ -46,16 +46,13 @@ class Watching(Observer):
     """Keeps what it is told."""
 
     def __init__(self):
-        self.passes, self.set_aside, self.steps = [], 0, []
+        self.passes, self.steps = [], []
 
     def step(self, step):
         self.steps.append(step)
 
     def passed(self, lanes, rows):
         self.passes.append((lanes, rows))
-
-    def aside(self):
-        self.set_aside += 1
 
 
 def test_every_cycle_is_told_with_its_lanes_and_rows(bundle):
@@ -67,15 +64,3 @@ def test_every_cycle_is_told_with_its_lanes_and_rows(bundle):
     assert sum(lanes for lanes, _ in watching.passes) == len(cycles) == sum(len(p.accept_lengths) for p in plans)
     assert sum(rows for _, rows in watching.passes) == sum(step.drafts + 1 for step in cycles)
     assert {lanes for lanes, _ in watching.passes} == {1, 2}
-    assert watching.set_aside == 0
-
-
-def test_requests_that_are_set_aside_are_told(bundle):
-    watching = Watching()
-    with Planner.open(bundle, lanes=1, observer=watching, fallback=False, self_test="off") as planner:
-        slow = planner.stream(PROMPT, max_new_tokens=60, speculative=False)
-        next(slow)
-        urgent = planner.stream(PROMPT[:4], max_new_tokens=3, priority=5)
-        assert len(urgent.plan.tokens) == 3
-        slow.cancel()
-        assert watching.set_aside == 1

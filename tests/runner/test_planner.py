@@ -5,7 +5,7 @@ import gc
 
 import numpy as np
 import pytest
-from fakes import SHAPE, FakeBackend
+from fakes import SHAPE, TEXT_SHAPE, FakeBackend
 from planner_support import Gate
 from text_support import thinking_tokenizer, write_tokenizer
 
@@ -15,7 +15,6 @@ from edge_dflash.result import Increment, PlanTimings, json_object
 from edge_dflash.text.tokenizer import Tokenizer
 
 PROMPT = (3, 1, 4)
-TEXT_SHAPE = dataclasses.replace(SHAPE, vocab_size=258, max_context=256, mask_token_id=257)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from picture_files import encoded, noise
-from pictures_support import eyes_tokenizer, seeing, sighted
+from pictures_support import eyes_tokenizer, seeing, shown, sighted
 
 from edge_dflash import ImageError, Planner, RequestError
 from edge_dflash.errors import ContextError
@@ -26,17 +26,6 @@ def backend():
 def planner(backend, tmp_path):
     with seeing(backend, tmp_path) as made:
         yield made
-
-
-def shown(*parts):
-    """One message of a user: arrays, bytes and paths are images."""
-    content = [
-        {"type": "text", "text": part}
-        if isinstance(part, str) and not part.startswith("data:")
-        else {"type": "image", "image": part}
-        for part in parts
-    ]
-    return [{"role": "user", "content": content}]
 
 
 def plan(planner, *parts, **options):

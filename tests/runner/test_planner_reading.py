@@ -8,7 +8,7 @@ import time
 
 import pytest
 from picture_files import noise
-from pictures_support import seeing, sighted
+from pictures_support import seeing, shown, sighted
 
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.options import Options
@@ -22,10 +22,6 @@ OPTIONS = {"max_new_tokens": 5, "temperature": 1.5, "seed": 3}
 @pytest.fixture(scope="module")
 def backend():
     return sighted(max_context=400)
-
-
-def shown(frame, text="Go"):
-    return [{"role": "user", "content": [{"type": "image", "image": frame}, {"type": "text", "text": text}]}]
 
 
 def test_at_each_step_of_the_way_the_name_is_that_of_what_is_seen(backend, tmp_path, monkeypatch):

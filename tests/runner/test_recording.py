@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from fakes import SHAPE, FakeBackend
+from fakes import TEXT_SHAPE, FakeBackend
 from planner_support import Gate
 from text_support import thinking_tokenizer, write_tokenizer
 
@@ -22,7 +22,6 @@ from edge_dflash.runner import recording
 from edge_dflash.runner.recording import LEAST, Recording
 from edge_dflash.text.tokenizer import Tokenizer
 
-TEXT_SHAPE = dataclasses.replace(SHAPE, vocab_size=258, max_context=256, mask_token_id=257)
 MUG = [{"role": "user", "content": "Take the mug."}]
 SCHEMA = {"type": "object", "properties": {"do": {"enum": ["a", "b"]}}, "required": ["do"]}
 
@@ -314,19 +313,6 @@ def test_a_part_of_a_line_is_taken_back_also_from_a_file_that_was_cut_meanwhile(
         record(planner, "three")
     assert b"\0" not in path.read_bytes()
     assert said(path) == [*([] if cut else ["one"]), "three"]
-
-
-def test_a_directory_that_vanishes_is_told_and_forgotten_when_it_is_back(tokenizer, tmp_path):
-    path = tmp_path / "state" / "answers.jsonl"
-    path.parent.mkdir()
-    with opened(tokenizer, path) as planner:
-        record(planner, "one")
-        path.parent.rename(tmp_path / "gone")
-        planner.plan("two", max_new_tokens=2)
-        wait_for(planner, failed=1)
-        path.parent.mkdir()
-        record(planner, "three")
-    assert said(path) == ["three"]
 
 
 def link(to):

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from picture_files import noise
-from pictures_support import seeing, sighted
+from pictures_support import seeing, shown, sighted
 
 from edge_dflash.errors import BundleError, EdgeDflashError, RequestError
 
@@ -35,10 +35,6 @@ def backend():
 def planner(backend, tmp_path_factory):
     with seeing(backend, tmp_path_factory.mktemp("planner")) as made:
         yield made
-
-
-def shown(frame, text="Go"):
-    return [{"role": "user", "content": [{"type": "image", "image": frame}, {"type": "text", "text": text}]}]
 
 
 @pytest.fixture(scope="module")

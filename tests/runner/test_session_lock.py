@@ -115,15 +115,6 @@ def test_a_form_is_compiled_no_longer_than_its_session_is_open(planner, pool, mo
         turn.result(PATIENT)
 
 
-def test_a_turn_that_could_not_be_prepared_leaves_the_session_free(planner, monkeypatch):
-    session = planner.session()
-    for options in ({"regex": "["}, {"schema": {"type": 7}}):
-        with pytest.raises(RequestError):
-            session.plan("Go.", **options)
-    assert not session.busy
-    assert session.plan("Go.", max_new_tokens=3).finish_reason in ("length", "stop")
-
-
 def test_a_slow_disk_keeps_no_session_open(planner, pool, monkeypatch, tmp_path):
     session = planner.session()
     session.plan("Go.", max_new_tokens=4)

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from edge_dflash.decode.tree import branch, check_commit
 from edge_dflash.errors import RequestError
 
 SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=64, prefill_chunk=8, drafts=3)
+TEXT_SHAPE = replace(SHAPE, vocab_size=258, max_context=256, mask_token_id=257)  # of text_support's tokenizer
 
 
 class FakeRows:

@@ -139,3 +139,14 @@ def seeing(backend, directory, **settings):
         pair("vision").target.vision, image_token_id=510, vision_start_token_id=508, vision_end_token_id=511
     )
     return Planner(backend, eyes_tokenizer(directory), bundle="f" * 64, vision=vision, **settings)
+
+
+def shown(*parts):
+    """One message of a user: arrays, bytes and paths are images."""
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str) and not part.startswith("data:")
+        else {"type": "image", "image": part}
+        for part in parts
+    ]
+    return [{"role": "user", "content": content}]

@@ -12,6 +12,14 @@ from edge_dflash.training.taps import Sample, Shards, write_taps
 from edge_dflash.training.workdir import TrainingRun
 from edge_dflash.weights.quantize import dequantize
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"do": {"enum": ["a", "b"]}},
+    "required": ["do"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "move", "parameters": {"type": "object"}}}
+
 
 def answers(bundle, count=12):
     """Prompts of random tokens and answers that repeat a few patterns: something to learn."""

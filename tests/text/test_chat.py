@@ -205,12 +205,6 @@ def test_a_stream_says_when_it_thinks_and_holds_newlines_back():
     assert stream.add(tokenizer().encode("Done")) == Answer("", "Done")
 
 
-def test_tools_reach_the_template():
-    text = tokenizer().decode(prompt(tools=[MOVE]))
-    assert json.dumps(MOVE) in text
-    assert "tools" not in tokenizer().decode(prompt(tools=[]))
-
-
 def test_a_template_that_takes_no_tools_refuses_them():
     plain = Tokenizer(tokenizer()._tokenizer, ChatTemplate("{{ messages[0].content }}", {}, "test"), None)
     assert plain.encode_chat(ASK) == tokenizer().encode("tidy up")

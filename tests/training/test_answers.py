@@ -1,6 +1,5 @@
 """Answers of the target: what is asked, what a file holds after a kill at any time, how given ones end."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -10,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from fakes import SHAPE, FakeBackend
+from fakes import TEXT_SHAPE, FakeBackend
 from text_support import write_tokenizer
+from training_support import SCHEMA, TOOL
 
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
@@ -20,14 +20,6 @@ from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.training.answers import make_answers, prompt_ids, read_answers
 from edge_dflash.training.data import read_mixture, read_tasks
 
-TEXT_SHAPE = dataclasses.replace(SHAPE, vocab_size=258, max_context=256, mask_token_id=257)
-SCHEMA = {
-    "type": "object",
-    "properties": {"do": {"enum": ["a", "b"]}},
-    "required": ["do"],
-    "additionalProperties": False,
-}
-TOOL = {"type": "function", "function": {"name": "move", "parameters": {"type": "object"}}}
 CHILD = """
 import sys
 sys.path[:0] = {path!r}
@@ -107,15 +99,6 @@ def test_answers_are_those_of_plan(planner, data, tmp_path):
         assert one.prompt == planner.encode(task.asked, raw=task.raw)
     drawn = [one.tokens for one in read_answers(tmp_path / "a.jsonl") if one.way == "sampled"]
     assert len(set(drawn)) > len(drawn) // 2
-
-
-def test_answers_are_of_the_schema(planner, data, tmp_path):
-    asked(planner, data, tmp_path / "a.jsonl", new_tokens=64)
-    shaped = [one for one in read_answers(tmp_path / "a.jsonl") if "schema" in data.tasks[one.task].options]
-    assert len(shaped) >= 3
-    for one in shaped:
-        assert json.loads(planner.tokenizer.decode(one.tokens[:-1])) in ({"do": "a"}, {"do": "b"})
-        assert one.tokens[-1] == planner.tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize(("more", "ended"), [({}, True), ({"finish_reason": "length"}, False)])

@@ -5,12 +5,10 @@ import json
 import random
 
 import pytest
+from training_support import SCHEMA, TOOL
 
 from edge_dflash.errors import RequestError
 from edge_dflash.training.data import MOST_LINE, TrainingTask, read_mixture, read_tasks, spread
-
-SCHEMA = {"type": "object", "properties": {"do": {"enum": ["a", "b"]}}, "required": ["do"]}
-TOOL = {"type": "function", "function": {"name": "move", "parameters": {"type": "object"}}}
 
 
 def read_data(path, **options):

@@ -4,23 +4,15 @@ import dataclasses
 import json
 
 import pytest
-from fakes import SHAPE, FakeBackend
+from fakes import TEXT_SHAPE, FakeBackend
 from text_support import write_tokenizer
+from training_support import SCHEMA
 
 from calib import measure_acceptance
-from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.training.data import read_tasks
 from edge_dflash.training.evaluate import accepted, evaluate, ways
-
-TEXT_SHAPE = dataclasses.replace(SHAPE, vocab_size=258, max_context=256, mask_token_id=257)
-SCHEMA = {
-    "type": "object",
-    "properties": {"do": {"enum": ["a", "b"]}},
-    "required": ["do"],
-    "additionalProperties": False,
-}
 
 
 class Watched(Planner):
@@ -81,12 +73,6 @@ def test_a_wrong_token_of_plain_decoding_is_found(planner, tmp_path):
     assert {(one.compared, one.equal) for one in found.values()} == {(1, 1)}
 
 
-def test_nothing_is_decoded_plainly_unless_asked(planner, tmp_path):
-    found = evaluate(planner, tasks_of(tmp_path, {"prompt": "a"}), new_tokens=5)
-    assert {(one.compared, one.equal, one.plain_tokens_per_second) for one in found.values()} == {(0, 0, None)}
-    assert all(options.get("speculative", True) for _, options, _ in planner.seen)
-
-
 @pytest.mark.parametrize("form", [{"schema": SCHEMA}, {"regex": r'\{"do":"[ab]"\}'}])
 def test_tasks_of_a_form_are_answered_in_it_and_free(planner, tmp_path, form):
     tasks = tasks_of(tmp_path, {"prompt": "a", **form}, {"prompt": "b"})
@@ -120,8 +106,3 @@ def test_a_bundle_is_measured_and_the_script_prints_it(demo_bundle, tmp_path, mo
     assert printed["tasks"] == 2
     assert printed["greedy"]["accept_length"] == found["greedy"].accept_length
     assert printed["sampled"]["equal"] == 1
-
-
-def test_a_bundle_without_tokenizer_is_refused(tmp_path):
-    with Planner(FakeBackend(TEXT_SHAPE), None) as planner, pytest.raises(RequestError, match="has no tokenizer"):
-        evaluate(planner, tasks_of(tmp_path, {"prompt": "a"}), new_tokens=5)

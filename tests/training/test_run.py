@@ -17,7 +17,7 @@ from edge_dflash.demo.tasks import MODELS
 from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError, RequestError
 from edge_dflash.model.registry import read_drafter_spec
 from edge_dflash.training import run as stages
-from edge_dflash.training.run import Training, dry_run, train_drafter
+from edge_dflash.training.run import Training, train_drafter
 from edge_dflash.training.start import same_files
 from edge_dflash.training.workdir import TrainingDir, TrainingRun
 
@@ -235,16 +235,6 @@ def test_the_command_tells_what_a_training_takes(given, whole, cli, tmp_path):
     assert told["parameters"] > 2e6
     assert 0 < told["memory"]["total"] < told["device"]
     assert {path.name for path in (run.output / "work").iterdir()} == {"start", "before", "lock", "run.json"}
-
-
-def test_a_dry_run_of_minutes_times_no_step_and_bounds_every_answer(given, whole, tmp_path, monkeypatch):
-    run = part_of(given, tmp_path / "out", "start", "before")
-    monkeypatch.setattr(Training, "step_seconds", None)
-    told = dry_run(replace(run, steps=0, minutes=3.0, new_tokens=8))
-    assert told.seconds["training"] == 180
-    longer = dry_run(replace(run, steps=0, minutes=3.0, new_tokens=16))
-    assert longer.disk > told.disk
-    assert longer.memory["total"] > told.memory["total"]
 
 
 def test_a_device_that_is_too_small_is_told_before_and_after(given, whole, tmp_path, monkeypatch):
