@@ -41,6 +41,20 @@ def test_the_longest_stored_prefix_is_found():
     assert range(2) not in store
 
 
+def test_the_least_recently_used_goes_first():
+    store = PrefixStore(3 * (100 + TOKEN))
+    for token in (1, 2, 3):
+        store.put((token,), snapshot(1))
+    assert store.longest((1, 7))
+    store.put((4,), snapshot(1))
+    assert [(token,) in store for token in (1, 2, 3, 4)] == [True, False, True, True]
+    assert store.stats.evicted == 1
+    store.put((3,), snapshot(1))  # stored again: the newest, and counted once
+    store.put((5,), snapshot(1))
+    assert [(token,) in store for token in (1, 3, 4, 5)] == [False, True, True, True]
+    assert store.stats.bytes == 3 * (100 + TOKEN)
+
+
 def test_what_is_larger_than_the_budget_is_refused_and_drops_nothing():
     store = PrefixStore(200)
     assert store.put((1,), snapshot(1))

@@ -26,7 +26,8 @@ def backend():
 
 def test_at_each_step_of_the_way_the_name_is_that_of_what_is_seen(backend, tmp_path, monkeypatch):
     with seeing(backend, tmp_path / "alone") as planner:
-        alone = [planner.plan(shown(frame), **OPTIONS).tokens for frame in FRAMES]
+        alone = [planner.plan(shown(frame, "Go"), **OPTIONS).tokens for frame in FRAMES]
+    assert alone[0] != alone[1]
     with seeing(backend, tmp_path / "attacked") as planner:
         for name in ("resize", "_patches", "PatchedPicture"):
             buffer, original = FRAMES[0].copy(), getattr(making, name)
@@ -37,9 +38,9 @@ def test_at_each_step_of_the_way_the_name_is_that_of_what_is_seen(backend, tmp_p
                 return made
 
             monkeypatch.setattr(making, name, late)
-            planner.plan(shown(buffer), **OPTIONS)
+            planner.plan(shown(buffer, "Go"), **OPTIONS)
             monkeypatch.undo()
-            assert [planner.plan(shown(frame), **OPTIONS).tokens for frame in FRAMES] == alone
+            assert [planner.plan(shown(frame, "Go"), **OPTIONS).tokens for frame in FRAMES] == alone
 
 
 @pytest.fixture
@@ -51,12 +52,12 @@ def planner(backend, tmp_path):
 def test_a_deadline_ends_the_waiting_for_memory(planner):
     gate = planner._preparer.prompter.images.gate
     with gate.hold(gate.budget):
-        plan = planner.plan(shown(FRAMES[0]), deadline=0.2, **OPTIONS)
+        plan = planner.plan(shown(FRAMES[0], "Go"), deadline=0.2, **OPTIONS)
         assert (plan.finish_reason, plan.tokens) == ("deadline", ())
         with planner.session() as session:
-            assert session.plan(shown(FRAMES[0]), deadline=0.2, **OPTIONS).finish_reason == "deadline"
+            assert session.plan(shown(FRAMES[0], "Go"), deadline=0.2, **OPTIONS).finish_reason == "deadline"
             assert (session.messages, session.tokens) == ((), ())
-    assert planner.plan(shown(FRAMES[0]), **OPTIONS).tokens
+    assert planner.plan(shown(FRAMES[0], "Go"), **OPTIONS).tokens
     assert gate.held == 0
 
 
@@ -66,7 +67,7 @@ def test_a_turn_that_ends_while_it_waits_for_memory_reads_each_image_once(planne
     monkeypatch.setattr(making, "opened", lambda *given: counted.append(1) or opened(*given))
     gate = planner._preparer.prompter.images.gate
     with gate.hold(gate.budget), planner.session(system) as session:
-        assert session.plan(shown(FRAMES[0]), deadline=0.2, **OPTIONS).finish_reason == "deadline"
+        assert session.plan(shown(FRAMES[0], "Go"), deadline=0.2, **OPTIONS).finish_reason == "deadline"
     assert len(counted) == 1
 
 
@@ -75,13 +76,13 @@ def test_a_deadline_counts_from_the_call_and_not_from_where_images_are_read(plan
     gate = planner._preparer.prompter.images.gate
     for session in (None, planner.session()):
         with gate.hold(gate.budget):
-            (asked,) = planner._ask(shown(FRAMES[0]), session, Options(deadline=20.0), began)
+            (asked,) = planner._ask(shown(FRAMES[0], "Go"), session, Options(deadline=20.0), began)
         assert asked._job.request.ended == "deadline"
 
 
 def test_what_nobody_wants_any_more_when_it_is_prepared_never_runs(planner):
     before = planner.prefixes
-    streams = planner.streams(shown(FRAMES[0]), 2, unwanted=lambda: True, **OPTIONS)
+    streams = planner.streams(shown(FRAMES[0], "Go"), 2, unwanted=lambda: True, **OPTIONS)
     for stream in streams:
         assert (stream.plan.finish_reason, stream.plan.tokens, list(stream)) == ("cancelled", (), [])
     assert planner.prefixes == before
@@ -91,7 +92,7 @@ def test_cancelling_ends_the_waiting_for_memory(planner):
     gate = planner._preparer.prompter.images.gate
 
     async def ask():
-        stream = planner.astream(shown(FRAMES[0]), **OPTIONS)
+        stream = planner.astream(shown(FRAMES[0], "Go"), **OPTIONS)
         asking = asyncio.create_task(stream.result())
         while not gate._waiting:
             await asyncio.sleep(0.01)
@@ -126,7 +127,7 @@ def test_a_full_queue_refuses_before_anything_is_decoded_and_while_it_waits(back
 
         def wait_for_memory():
             try:
-                outcome.append(planner.plan(shown(FRAMES[0]), caller="late", **OPTIONS))
+                outcome.append(planner.plan(shown(FRAMES[0], "Go"), caller="late", **OPTIONS))
             except RequestError as error:
                 outcome.append(error)
 
@@ -142,10 +143,10 @@ def test_a_full_queue_refuses_before_anything_is_decoded_and_while_it_waits(back
         monkeypatch.setattr(making, "opened", lambda *_: pytest.fail("an image is read"))
         for ask in (planner.plan, planner.session().plan):
             with pytest.raises(QueueFullError, match="2 requests are waiting, the limit is 2"):
-                ask(shown(FRAMES[0]), caller="d", **OPTIONS)
+                ask(shown(FRAMES[0], "Go"), caller="d", **OPTIONS)
         monkeypatch.undo()
-        assert planner.encode(shown(FRAMES[0]))  # takes no place
-        urgent = planner.stream(shown(FRAMES[0]), caller="e", priority=1, max_new_tokens=2)
+        assert planner.encode(shown(FRAMES[0], "Go"))  # takes no place
+        urgent = planner.stream(shown(FRAMES[0], "Go"), caller="e", priority=1, max_new_tokens=2)
         held.go.set()
         assert urgent.plan.finish_reason == "length"
         assert streams[0].plan.finish_reason == "length"
@@ -155,4 +156,4 @@ def test_a_closed_planner_reads_no_image(planner, monkeypatch):
     planner.close()
     monkeypatch.setattr(making, "opened", lambda *_: pytest.fail("an image is read"))
     with pytest.raises(RequestError, match="closed"):
-        planner.plan(shown(FRAMES[0]), **OPTIONS)
+        planner.plan(shown(FRAMES[0], "Go"), **OPTIONS)

@@ -40,7 +40,7 @@ def planner(backend, tmp_path_factory):
 @pytest.fixture(scope="module")
 def files(planner, tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
-    for name, said in (("text", ["Look.", "Go on."]), ("pictures", [shown(FRAME), shown(OTHER, "And now?")])):
+    for name, said in (("text", ["Look.", "Go on."]), ("pictures", [shown(FRAME, "Go"), shown(OTHER, "And now?")])):
         with planner.session("You plan.") as session:
             for one in said:
                 session.plan(one, **OPTIONS)
@@ -189,9 +189,9 @@ def test_another_picture_under_a_known_name_is_refused_and_poisons_nothing(backe
     with seeing(backend, tmp_path / "a") as planner:
         with pytest.raises(RequestError, match=r"digest '[0-9a-f]{32}' is not that of its patches"):
             planner.load_session(tmp_path / "s")
-        found = [planner.plan(shown(one), **DRAWN).tokens for one in (FRAME, OTHER)]
+        found = [planner.plan(shown(one, "Go"), **DRAWN).tokens for one in (FRAME, OTHER)]
     with seeing(backend, tmp_path / "b") as planner:
-        assert [planner.plan(shown(one), **DRAWN).tokens for one in (FRAME, OTHER)] == found
+        assert [planner.plan(shown(one, "Go"), **DRAWN).tokens for one in (FRAME, OTHER)] == found
         assert found[0] != found[1]
 
 
