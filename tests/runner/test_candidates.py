@@ -22,11 +22,11 @@ DRAWN = {"temperature": 0.9, "seed": 11, "max_new_tokens": 10}
 
 
 class Counting(Delegate):
-    """Counts rows of prefill, copies and snapshots; passes wait for ``go``, and ``broken`` says which ones fail."""
+    """Counts rows of prefill and copies; passes wait for ``go``, and ``broken`` says which ones fail."""
 
     def __init__(self, lanes=1, chunk=8):
         super().__init__(backend(NAME, ENGINE, prefill_chunk=chunk, lanes=lanes))
-        self.rows, self.copies, self.parked, self.passes = 0, 0, 0, []
+        self.rows, self.copies, self.passes = 0, 0, []
         self.began, self.go, self.broken = threading.Event(), threading.Event(), lambda kind, ids: False
         self.go.set()
 
@@ -45,16 +45,9 @@ class Counting(Delegate):
         self.passes.append("cycle")
         return self._backend.cycle(asked)
 
-    def commit(self, rows, lane=0, path=None):
-        self._backend.commit(rows, lane, path)
-
     def copy(self, source, target):
         self.copies += 1
         self._backend.copy(source, target)
-
-    def snapshot(self, lane=0):
-        self.parked += 1
-        return self._backend.snapshot(lane)
 
 
 @cache

@@ -116,26 +116,24 @@ def test_candidates_of_a_prompt_with_an_image(planner):
 
 
 @pytest.mark.parametrize(
-    ("messages", "why"),
+    ("part", "why"),
     [
-        ([{"role": "system", "content": [{"type": "image", "image": FRAME}]}], "role 'system'"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "is no image"),
-        ([{"role": "user", "content": [{"type": "image", "image": FRAME, "size": 3}]}], "is no image"),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,", "x": 1}}]}],
-            "unknown here",
-        ),
-        ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], "reads text only|is no"),
-        (
-            [{"role": "user", "content": [{"type": "image", "image": "https://example.org/a.png"}]}],
-            "nothing is fetched",
-        ),
-        ([{"role": "user", "content": [{"type": "image", "image": "picture:00"}]}], "another conversation"),
-        ([{"role": "user", "content": [{"type": "image", "image": FRAME}] * 17}], "at most 16"),
-        ([{"role": "user", "content": [{"type": "image", "image": FRAME.astype(np.float32)}]}], "uint8"),
+        ({"type": "image"}, "is no image"),
+        ({"type": "image", "image": FRAME, "size": 3}, "is no image"),
+        ({"type": "image_url", "image_url": {"url": "data:,", "x": 1}}, "unknown here"),
+        ({"type": "video", "video": "a.mp4"}, "reads text only|is no"),
+        ({"type": "image", "image": "https://example.org/a.png"}, "nothing is fetched"),
+        ({"type": "image", "image": "picture:00"}, "another conversation"),
+        ({"type": "image", "image": FRAME.astype(np.float32)}, "uint8"),
+        ("system", "role 'system'"),
+        ("many", "at most 16"),
     ],
 )
-def test_what_is_no_image_is_refused_and_nothing_is_lost(planner, messages, why):
+def test_what_is_no_image_is_refused_and_nothing_is_lost(planner, part, why):
+    messages = {
+        "system": [{**shown(FRAME)[0], "role": "system"}],
+        "many": shown(*[FRAME] * 17),
+    }.get(str(part), [{"role": "user", "content": [part]}])
     wanted = plan(planner, FRAME, "Go").tokens
     with pytest.raises(RequestError, match=why):
         planner.plan(messages, max_new_tokens=4)

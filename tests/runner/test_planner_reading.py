@@ -9,8 +9,8 @@ import time
 import pytest
 from picture_files import noise
 from pictures_support import seeing, shown, sighted
+from planner_support import Gate
 
-from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import QueueFullError, RequestError
 from edge_dflash.pictures import picture as making
@@ -105,25 +105,12 @@ def test_cancelling_ends_the_waiting_for_memory(planner):
     assert not gate._waiting
 
 
-class Held(Delegate):
-    """A backend whose passes wait until they may go."""
-
-    def __init__(self, backend):
-        super().__init__(backend)
-        self.inside, self.go = threading.Event(), threading.Event()
-
-    def prefill(self, *given, **named):
-        self.inside.set()
-        assert self.go.wait(60)
-        return super().prefill(*given, **named)
-
-
 def test_a_full_queue_refuses_before_anything_is_decoded_and_while_it_waits(backend, tmp_path, monkeypatch):
-    held = Held(backend)
+    held = Gate(backend)
     with seeing(held, tmp_path, queue=2) as planner:
         gate, outcome = planner._preparer.prompter.images.gate, []
         streams = [planner.stream("Go", max_new_tokens=2, caller="a")]
-        assert held.inside.wait(30)
+        assert held.reached.wait(30)
 
         def wait_for_memory():
             try:
@@ -147,7 +134,7 @@ def test_a_full_queue_refuses_before_anything_is_decoded_and_while_it_waits(back
         monkeypatch.undo()
         assert planner.encode(shown(FRAMES[0], "Go"))  # takes no place
         urgent = planner.stream(shown(FRAMES[0], "Go"), caller="e", priority=1, max_new_tokens=2)
-        held.go.set()
+        held.open.set()
         assert urgent.plan.finish_reason == "length"
         assert streams[0].plan.finish_reason == "length"
 

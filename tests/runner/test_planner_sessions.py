@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 from fakes import SHAPE, FakeBackend
@@ -235,12 +234,3 @@ def test_sessions_end_and_do_not_wander(texts, tmp_path):
     for use in (lambda: session.plan("two"), session.fork, lambda: session.save(tmp_path / "s")):
         with pytest.raises(RequestError, match="session is closed"):
             use()
-
-
-def test_a_file_of_another_kind_is_refused(texts, tmp_path):
-    from edge_dflash.decode.saved import SessionState, save_session
-
-    for note in ("", "[]", json.dumps({"messages": 3})):
-        save_session(tmp_path / "s", SessionState((1, 2), None, "", note))
-        with pytest.raises(RequestError, match="no conversation of a planner"):
-            texts.load_session(tmp_path / "s")
