@@ -80,22 +80,6 @@ def test_a_grammar_that_gives_up_on_the_plain_path_fails_both_alike():
         assert len(seen) <= 9
 
 
-def test_an_answer_may_be_ended_at_any_token():
-    plain = generate(FakeBackend(), PROMPT, OPTIONS).tokens
-    for end in range(1, 20):
-        for speculative in (True, False):
-            told = []
-
-            def ends(tokens, end=end, told=told):
-                told.extend(tokens)
-                return end - (len(told) - len(tokens)) if len(told) >= end else None
-
-            backend = FakeBackend()
-            result = generate(backend, PROMPT, replace(OPTIONS, speculative=speculative), controls=Controls(ends=ends))
-            assert (result.tokens, result.finish_reason) == (plain[:end], "stop")
-            assert backend.committed == [*PROMPT, *plain[: end - 1]]
-
-
 @pytest.mark.parametrize("method", ["amend", "masks", "advance"])
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_step_that_is_interrupted_commits_nothing(method, call):

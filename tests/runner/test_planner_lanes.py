@@ -174,28 +174,6 @@ def test_one_that_fails_in_a_joint_pass_fails_alone_and_a_lost_pass_fails_all_of
         assert planner.plan(prompt_of(3), max_new_tokens=5).tokens == truth(3, max_new_tokens=5)
 
 
-def test_a_long_prompt_goes_on_while_short_ones_come():
-    stop, answered = threading.Event(), []
-
-    def short(number):
-        while not stop.is_set():
-            with suppress(QueueFullError):
-                answered.append(planner.plan([1, 2, 3], max_new_tokens=1, caller=f"short {number}"))
-
-    with Planner(Watched(2, chunk=4), None, prompt_share=1.0, queue=64) as planner:
-        threads = [threading.Thread(target=short, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        until(lambda: len(answered) > 4)
-        before = len(answered)
-        assert planner.stream(LONG, max_new_tokens=2, caller="long").result(SECONDS)
-        made = len(answered) - before
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert made < 4 * len(LONG) // 4  # about as many as the long one has chunks
-
-
 @pytest.mark.parametrize("urgent", [False, True])
 def test_a_prompt_that_waits_for_its_share_ends_in_time_or_gives_its_lane_to_an_urgent_one(urgent):
     watched = Watched(2, chunk=4)
