@@ -3,6 +3,7 @@ several, rows add up in each."""
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -591,18 +592,32 @@ def test_a_profile_starts_at_its_anchor_and_leaves_an_empty_sequence(monkeypatch
         profile(backend)
 
 
-def test_ids_outside_the_vocabulary_never_reach_the_device(alone):
+def test_ids_and_lanes_that_are_not_there_never_reach_the_device(alone):
     backend, gpu = alone
-    before = len(gpu.launches)
-    for call in (
+    saved, before = backend.snapshot(), len(gpu.launches)
+    of_ids = (
         backend.propose,
         lambda token: backend.cycle(Asked(token)),
         lambda token: backend.verify([token]),
         lambda token: backend.prefill([token]),
+    )
+    of_lanes = (
+        *(backend.length, backend.reset, backend.flush, backend.snapshot),
+        lambda lane: backend.prefill([1], lane),
+        lambda lane: backend.propose(1, lane),
+        lambda lane: backend.verify([1], lane),
+        lambda lane: backend.commit(0, lane),
+        lambda lane: backend.restore(saved, lane),
+        lambda lane: backend.cycle(Asked(1, lane=lane)),
+        lambda lane: backend.cycle(Asked(1, drafts=0, lane=lane)),
+    )
+    for calls, first, what in (
+        (of_ids, VOCABULARY, "token id {} is outside the vocabulary"),
+        (of_lanes, 1, "lane {} is outside the 1 of this backend"),
     ):
-        for token in (-1, VOCABULARY):
-            with pytest.raises(BackendError, match=f"token id {token} is outside the vocabulary"):
-                call(token)
+        for call, value in product(calls, (-1, first)):
+            with pytest.raises(BackendError, match=what.format(value)):
+                call(value)
     assert len(gpu.launches) == before
 
 
@@ -615,28 +630,6 @@ def test_other_arithmetic_is_refused(monkeypatch):
     ):
         with pytest.raises(BackendError, match=words):
             NativeBackend(NATIVE_PAIR, weights, precision, cubin=lambda unit: b"", max_context=CONTEXT)
-
-
-def test_a_lane_that_is_not_there_is_refused_before_the_device_is_touched(alone):
-    backend, gpu = alone
-    saved, before = backend.snapshot(), len(gpu.launches)
-    for call in (
-        backend.length,
-        backend.reset,
-        backend.flush,
-        backend.snapshot,
-        lambda lane: backend.prefill([1], lane),
-        lambda lane: backend.propose(1, lane),
-        lambda lane: backend.verify([1], lane),
-        lambda lane: backend.commit(0, lane),
-        lambda lane: backend.restore(saved, lane),
-        lambda lane: backend.cycle(Asked(1, lane=lane)),
-        lambda lane: backend.cycle(Asked(1, drafts=0, lane=lane)),
-    ):
-        for lane in (-1, 1):
-            with pytest.raises(BackendError, match=f"lane {lane} is outside the 1 of this backend"):
-                call(lane)
-    assert len(gpu.launches) == before
 
 
 def test_a_target_alone_runs_its_own_passes(monkeypatch):

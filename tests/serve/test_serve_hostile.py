@@ -150,10 +150,8 @@ def test_what_the_planner_refuses_is_refused(client, change):
     refused(client.post(CHAT, content=body, headers=JSON))
 
 
-def test_prompts_of_completions(client):
-    for prompt in (None, 1, [], [[1], [2]], ["a", "b"], [1.5], [True], [-1], [10**6], {"a": 1}, ""):
-        refused(client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}))
-    for change in ({"echo": True}, {"best_of": 2}, {"suffix": "x"}, {"messages": HELLO}):
+def test_odd_parameters_of_completions(client):
+    for change in ({"echo": True}, {"best_of": 2}, {"suffix": "x"}, {"messages": HELLO}, {"prompt": [10**6]}):
         refused(client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, **change}))
 
 

@@ -132,7 +132,8 @@ def test_one_of_text_and_messages_is_encoded(service, body, good):
 
 
 @pytest.mark.parametrize(
-    "prompt", ["x", [1, 2], [1.0], ["x"], [[1, 2]], [], "", [[]], [-1], [1.5], ["x", "y"], {}, None, 1]
+    "prompt",
+    ["x", [1, 2], [1.0], ["x"], [[1, 2]], [], "", [[]], [[1], [2]], [-1], [1.5], [True], ["x", "y"], {}, None, 1],
 )
 def test_prompts(service, prompt):
     with client_of(service) as client:
