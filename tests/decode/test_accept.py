@@ -25,11 +25,8 @@ def test_accepted_is_the_longest_agreeing_prefix(drafts, choices):
     assert n == len(drafts) or drafts[n] != choices[n]
 
 
-def test_accepted_counts_nothing_after_the_first_difference():
-    assert accepted([5, 6, 7], [5, 9, 7, 1]) == 1
-    assert accepted([], [4]) == 0
-    assert accepted([1, 2], [1, 2, 3]) == 2
-    assert accepted([1, 2, 3], [0, 2, 0, 4], [True, False, False]) == 2  # tolerated drafts pass
+def test_tolerated_drafts_pass():
+    assert accepted([1, 2, 3], [0, 2, 0, 4], [True, False, False]) == 2
     assert accepted([1, 2, 3], [0, 2, 0, 4], [False, False, False]) == 0
 
 

@@ -13,9 +13,6 @@ from edge_dflash.text.template import ChatTemplate
 from edge_dflash.text.tokenizer import Tokenizer
 
 ASK = [{"role": "user", "content": "hi"}]
-TOOL = {"type": "function", "function": {"name": "dock", "parameters": {"type": "object", "properties": {}}}}
-
-
 def written(source, variables=(), **given):
     return ChatTemplate(source, dict(variables), "here").render(given.pop("messages", ASK), **given)
 
@@ -116,14 +113,6 @@ def test_only_a_template_for_tools(tmp_path):
     assert tokenizer.tool_template.render(ASK) == "A"
     with pytest.raises(RequestError, match="no chat template"):
         tokenizer.render_pieces(ASK)
-
-
-@pytest.mark.parametrize(
-    "files", [{"chat_template.json": "{"}, {"chat_template.json": "[]"}, {"special_tokens_map.json": "1"}]
-)
-def test_damaged_files_are_named(tmp_path, files):
-    with pytest.raises(BundleError, match=next(iter(files))):
-        opened(tmp_path, {}, files)
 
 
 def test_a_folder_of_too_many_templates(tmp_path):
