@@ -18,11 +18,13 @@ from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.losses import block_loss
 from edge_dflash.training.taps import BatchReader, damaged_file
 from edge_dflash.training.trainer import (
+    LEAST_STEPS,
     Trainer,
     kept_weights,
     learning_rate,
     walk_answers,
 )
+from edge_dflash.training.workdir import TrainingState
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +175,16 @@ def test_minutes_are_kept_whatever_a_step_takes(ready, tmp_path, monkeypatch):
     assert [slow for _, slow in rounded] == [part >= 0.5 for part, _ in rounded]
     assert len(state.lengths) == 5  # four checks, and one before the first step
     assert state.lengths[1][0] / state.step > 0.3  # the first quarter of the time holds more steps than the last one
+
+
+def test_few_minutes_have_some_steps_nevertheless(ready, tmp_path):
+    assert trained(ready, tmp_path, plan(steps=0, minutes=1e-6, patience=0)).step == LEAST_STEPS
+
+
+def test_a_step_takes_what_the_later_steps_took_of_each_half():
+    assert TrainingState(times=[9.0, 1.0, 7.0, 3.0]).step_seconds == 2.0
+    assert TrainingState(times=[4.0]).step_seconds == 4.0
+    assert TrainingState().step_seconds == 0.0
 
 
 def test_a_loss_that_is_no_number_ends_the_training(ready, tmp_path, monkeypatch):
