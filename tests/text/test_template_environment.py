@@ -13,6 +13,8 @@ from edge_dflash.text.template import ChatTemplate
 from edge_dflash.text.tokenizer import Tokenizer
 
 ASK = [{"role": "user", "content": "hi"}]
+
+
 def written(source, variables=(), **given):
     return ChatTemplate(source, dict(variables), "here").render(given.pop("messages", ASK), **given)
 
