@@ -82,6 +82,7 @@ def main(link: int, text: int, size: int, stop_token_ids: tuple[int, ...]) -> No
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # they are for the planner, which ends us
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the planner's process ignores it, no fork could be waited for
     obey_timers()
     # One heap for all threads: a second one would take 128 MB of the address space that a fork may use.
     libc = ctypes.CDLL(None, use_errno=True)
