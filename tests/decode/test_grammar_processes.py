@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -229,6 +230,23 @@ def test_what_went_over_its_bounds_is_not_tried_again_at_once(monkeypatch):
         kept = [grammars.child(source("regex", f"a{i}"), ENDLESS) for i in range(2)]
         assert all(child.alive for child in kept)
         assert source("grammar", ENDLESS_LARK) not in grammars._known  # what is remembered is bounded
+
+
+def test_a_refusal_that_is_remembered_holds_nothing_of_who_was_refused():
+    class Picture:
+        """What a request has."""
+
+    def ask(grammars):
+        picture = Picture()
+        with pytest.raises(RequestError, match=r"needs more than 0\.3 s"):
+            grammars.child(source("grammar", ENDLESS_LARK), ENDLESS)
+        return weakref.ref(picture)
+
+    with processes(compile_seconds=0.3) as grammars:
+        asked = [ask(grammars) for _ in range(3)]
+        gc.collect()
+        assert [one() for one in asked] == [None] * 3
+        assert grammars._known[source("grammar", ENDLESS_LARK)].exception().__traceback__ is None
 
 
 def test_deadlines_and_cancelling_are_obeyed_while_a_grammar_compiles():
@@ -532,6 +550,21 @@ def test_signals_for_the_planner_leave_the_grammars_alone():
                 os.kill(pid, number)
         assert len(constraint.masks([A])) == 2
         assert constraint.amend([A], lambda row, mask: None) == [A]
+
+
+def test_a_planner_that_ignores_the_end_of_children_has_grammars_that_end_one_by_one():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a process that is started inherits it
+    try:
+        with processes(compile_seconds=0.3) as grammars:
+            kept, zygote = grammars.child(source("regex", "a|b"), ENDLESS), grammars.start().pid
+            grammars.child(source("regex", "b|a"), ENDLESS).end()
+            with pytest.raises(RequestError, match=r"needs more than 0\.3 s"):
+                grammars.child(source("grammar", ENDLESS_LARK), ENDLESS)
+            until(lambda: len(children(grammars)) == 1)
+            assert kept.alive
+            assert grammars.start().pid == zygote
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.mark.parametrize("what", ["subprocess.Popen", "os.memfd_create", "socket.socketpair"])

@@ -15,7 +15,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import cast
 from weakref import WeakKeyDictionary
 
 from edge_dflash.decode.controls import ENDLESS, Interrupted, Patience
@@ -199,17 +198,21 @@ class Grammars:
                 self._known.move_to_end(source)
             while not wait((found,), SLICE).done:
                 patience.check()
+            if error := found.exception():
+                raise RequestError(str(error))
             if child := found.result():
                 return child
         try:
-            mine.set_result(self._compiled(source, patience, caller))
-        except RequestError as error:
-            mine.set_exception(error)
+            child = self._compiled(source, patience, caller)
+            mine.set_result(child)
+            return child
+        except RequestError as error:  # another one is kept: a traceback holds all that its request has
+            mine.set_exception((OverBounds if isinstance(error, OverBounds) else RequestError)(str(error)))
+            raise
         finally:
             if not mine.done():  # it was given up: who waits compiles it
                 mine.set_result(None)
             self._trim(mine)
-        return cast(Child, mine.result())
 
     def start(self) -> Zygote:
         """The vocabulary's process, which begins if it does not run."""
