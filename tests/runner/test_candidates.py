@@ -13,7 +13,7 @@ from golden_pairs import ENGINE, backend, golden, same_bits
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
-from edge_dflash.errors import BackendError, EngineFailedError, QueueFullError, RequestError
+from edge_dflash.errors import BackendError, QueueFullError, RequestError
 from edge_dflash.planner import Planner
 
 NAME = "qwen3_5"
@@ -263,25 +263,6 @@ def test_a_prompt_that_fails_fails_all_of_them_each_with_an_error():
         assert len(set(map(id, errors))) == 3
         counting.broken = lambda kind, ids: False
         assert each(planner, 2, **DRAWN) == [alone(index) for index in range(2)]
-
-
-def test_the_end_of_the_engine_ends_all_of_them():
-    counting = Counting(1)
-    counting.go.clear()
-    planner = Planner(counting, None, fallback=False)
-    streams = planner.streams(PROMPT, 2, **DRAWN)
-    assert counting.began.wait(60)
-    waiting = planner.streams(PROMPT, 2, **DRAWN)
-
-    def lost(kind, ids):
-        raise MemoryError("no memory")
-
-    counting.broken = lost
-    counting.go.set()
-    for stream in (*streams, *waiting):
-        with pytest.raises(EngineFailedError, match="no memory"):
-            _ = stream.plan
-    planner.close()
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
