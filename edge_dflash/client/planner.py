@@ -68,7 +68,7 @@ def pick(listing: object, model: str | None, url: str) -> Served:
     if card is None:
         raise ServiceError(f"{url} has no model {model!r}; it has {', '.join(card['id'] for card in cards[:8])}")
     if not isinstance(details := card.get("edge_dflash"), Mapping):
-        raise ServiceError(f"the service at {url} has not loaded its bundle; connect again when /ready choices 200")
+        raise ServiceError(f"the service at {url} has not loaded its bundle; connect again when /ready answers 200")
     return Served(card["id"], details)
 
 

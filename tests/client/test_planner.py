@@ -322,7 +322,7 @@ def end(reason="stop", **extra):
     [
         ({"owned_by": "acme"}, "is no service of edge-dflash; other OpenAI APIs are reached with the package openai"),
         ({"id": ""}, "is no service of edge-dflash"),
-        ({"edge_dflash": None}, "has not loaded its bundle"),
+        ({"edge_dflash": None}, "has not loaded its bundle; connect again when /ready answers 200"),
     ],
     ids=str,
 )

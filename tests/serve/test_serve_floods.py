@@ -232,9 +232,10 @@ class Crowd:
         one._make_room = lambda: self.made_room.append((origin, waits, one._full))
         return one
 
-    def comes(self, origin):
-        """Whether one more of this origin has a place."""
+    def comes(self, origin, server=("h", 1)):
+        """Whether one more of this origin has a place; ``server``: the address that it came to."""
         new = self._one(type(self.ones[0]).__bases__[0], origin, _Waits.UNKNOWN, len(self.ones))
+        new.server = server
         new.connections = {*self.ones, new}
         self.refused = new
         return new._has_place()
@@ -261,3 +262,12 @@ def test_the_bound_that_was_reached_is_named():
     crowd = Crowd(64, *[(f"10.0.0.{at % 2}", None) for at in range(64)])
     assert not crowd.comes("10.0.0.2")
     assert crowd.refused._full == "64 connections are open, which is the limit"
+
+
+def test_a_network_keeps_no_program_of_this_machine_out():
+    """Connections of the Unix socket and of TCP are counted apart, also while none of them can make room."""
+    crowd = Crowd(64, *[(f"10.0.0.{at % 2}", None) for at in range(64)])
+    assert not crowd.comes("10.0.0.2")
+    assert crowd.comes("uid-1000", server=("/run/edge-dflash.sock", None))
+    assert crowd.comes("uid-1000", server=None)  # of an abstract one
+    assert crowd.made_room == []
