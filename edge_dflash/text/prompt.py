@@ -143,8 +143,6 @@ class Prompter:
         if resumes and (prompt := self._next_turn(before, messages, pictures, options)) is not None:
             return prompt
         said = [*before.messages, *messages]
-        if options.raw:
-            raise RequestError("raw is given with messages; give one text, or leave raw out")
         pieces, mark = self._rendered(said, options)
         ids, shown = self._encoded(pieces, mark, said, pictures)
         return Prompt(ids, self._shared(said, ids, options), shown, said, messages)
@@ -152,6 +150,8 @@ class Prompter:
     def _without_template(self, task: Task, options: Spoken) -> tuple[int, ...] | None:
         """Ids of a text that no chat template takes; None for a task that one does."""
         tokenizer = need_tokenizer(self._tokenizer, _NO_TEXT)
+        if options.raw and not isinstance(task, str):
+            raise RequestError("raw is given with messages; give one text, or leave raw out")
         if not isinstance(task, str):
             return None
         if options.raw:

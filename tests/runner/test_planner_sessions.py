@@ -83,6 +83,14 @@ def thinker(directory, answer):
     return Planner(backend, tokenizer, [tokenizer.eos_token_id], fallback=False), start
 
 
+def test_raw_is_refused_with_messages_in_any_turn(texts):
+    session = texts.session("be brief")
+    for _ in range(2):  # the second one goes on from tokens
+        with pytest.raises(RequestError, match="raw is given with messages"):
+            session.plan([{"role": "user", "content": "one"}], raw=True)
+        session.plan("one", max_new_tokens=3)
+
+
 def test_thinking_is_remembered_apart_from_the_answer(tmp_path):
     planner, _ = thinker(tmp_path, "hm</think>Done.")
     session = planner.session()
