@@ -238,7 +238,7 @@ def test_a_session_goes_on_behind_older_frames_whether_their_rows_were_kept_or_n
             with planned.session() as session:
                 for frame in (FRAME, OTHER, FRAME):
                     plans.append(session.plan(shown(frame, "Go on."), max_new_tokens=10))
-                saved.append(planned._engine.run(session._state.held))
+                saved.append(planned._engine.run(session._state.ensure_snapshot))
             stats = planned.pictures
             assert (stats.hits, stats.misses) == ((0, 3) if room == 0 else (1, 2))
     for first, second in zip(plans[:3], plans[3:], strict=True):
