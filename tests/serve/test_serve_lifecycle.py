@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 
 import pytest
 from fakes import FakeBackend
@@ -172,6 +173,32 @@ def test_a_stop_cuts_what_takes_too_long_and_saves_its_session(tmp_path):
     assert body["edge_dflash"]["finish_reason"] == "cancelled"
     assert 1 <= body["usage"]["completion_tokens"] < 20
     assert [path.name for path in (tmp_path / "state" / "sessions").iterdir()] == ["hall.session"]
+
+
+def test_a_stop_lets_a_request_that_is_being_prepared_run(tmp_path, monkeypatch):
+    service, began, go, replies = fake_service(tmp_path), threading.Event(), threading.Event(), []
+    monkeypatch.setattr("edge_dflash.serve.service.PREPARE", 60.0)
+    streams = service.planner.streams
+
+    def slowly(*task, **options):
+        began.set()
+        assert go.wait(60)
+        return streams(*task, **options)
+
+    monkeypatch.setattr(service.planner, "streams", slowly)
+    with client_of(service) as client:
+        thread = threading.Thread(target=ask, args=(client, replies), kwargs={"max_tokens": 4})
+        thread.start()
+        assert began.wait(60)
+        stopping = threading.Thread(target=client.portal.call, args=(service.drain,))
+        stopping.start()
+        until(lambda: service.state == "draining")
+        time.sleep(0.1)  # it looks again and again
+        go.set()
+        thread.join()
+        stopping.join()
+    service.close()
+    assert replies[0].json()["usage"]["completion_tokens"] == 4
 
 
 def test_a_reload_saves_sessions_also_the_one_whose_turn_runs(tmp_path, start):
