@@ -446,11 +446,12 @@ def test_a_snapshot_that_the_backend_refuses_is_given_up():
     prompt = prompt_of("qwen3_5")
     list(answer(foreign, prompt, Options(max_new_tokens=4)))
     manager = manager_of("qwen3_5")
-    session = adopt(manager, state_of(foreign))
-    with pytest.raises(BackendError, match="of another pair"):
-        list(answer(session, (*session.tokens, 1), Options(max_new_tokens=4)))
-    longer = (*session.tokens, 1)
-    check("qwen3_5", session, longer, list(answer(session, longer, Options(max_new_tokens=4))))
+    loaded = adopt(manager, state_of(foreign))
+    for session in (forked(loaded), loaded):
+        longer = (*session.tokens, 1)
+        with pytest.raises(BackendError, match="of another pair"):
+            list(answer(session, longer, Options(max_new_tokens=4)))
+        check("qwen3_5", session, longer, list(answer(session, longer, Options(max_new_tokens=4))))
 
 
 # long runs -----------------------------------------------------------------------------------------------------------
