@@ -6,6 +6,7 @@ Judging the facts needs no machine. docs/troubleshooting.md has a section for ea
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -76,6 +77,7 @@ class Facts:
     device_error: str = ""  # why there is no device
     tensorrt: Mapping[str, str] = field(default_factory=dict)  # version by flavour: tensorrt, tensorrt_rtx
     kernels: str = ""  # digest of the kernels of this version
+    torch: bool = False  # whether it is installed
     disk_free: int | None = None  # bytes where bundles and sessions are kept
     service: Mapping[str, str] | None = None  # properties of systemd; None: no systemd
     nodes: Mapping[str, bool] = field(default_factory=dict)  # device nodes of the GPU: may this user open them?
@@ -85,6 +87,11 @@ class Facts:
     def manifest(self) -> Manifest | None:
         """The bundle's, if it can be read."""
         return self.bundle.manifest if self.bundle else None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether there is a bundle, and it needs no GPU."""
+        return self.manifest is not None and not self.manifest.on_device
 
     @property
     def jetpack(self) -> JetPackVersion | None:
@@ -113,7 +120,7 @@ def gather(bundle: Path | None = None, *, hashes: bool = False, root: Path = Pat
     if bundle is None and (root / INSTALLED).is_dir():
         bundle = root / INSTALLED
     seen = None if bundle is None else look_at(bundle, profile, hashes=hashes)
-    software = tensorrt_versions(root), kernels_digest()
+    software = tensorrt_versions(root), kernels_digest(), importlib.util.find_spec("torch") is not None
     return Facts(board, profile, device, error, *software, _disk_free(root), _service(), _nodes(root), seen)
 
 
@@ -238,7 +245,9 @@ def jetson_linux(facts: Facts) -> Check:
 @_check("D003", "CUDA driver")
 def driver(facts: Facts) -> Check:
     """Whether CUDA's driver answers and is new enough."""
-    judge = fail if facts.manifest and facts.manifest.on_device else warn
+    if facts.on_cpu:
+        return ok("the bundle needs none")
+    judge = fail if facts.manifest else warn
     if facts.device is None:
         what, _, remedy = facts.device_error.partition("; ")
         return judge(what, remedy or "install the NVIDIA driver; the reference backend runs without")
@@ -252,6 +261,8 @@ def driver(facts: Facts) -> Check:
 def gpu(facts: Facts) -> Check:
     """Whether there are kernels for the GPU."""
     if (device := facts.device) is None:
+        if facts.on_cpu:
+            return ok("none; the bundle needs none")
         return warn("no GPU", "see D003; a bundle of the reference backend needs none")
     where = "shares main memory" if device.integrated else "has memory of its own"
     found = f"{device.name}, SM {device.sm}, {where}"
@@ -432,8 +443,10 @@ def architecture(facts: Facts) -> Check | None:
     if (manifest := facts.manifest) is None:
         return None
     built = f"built for {' and '.join(manifest.backends)} on {manifest.arch}"
-    if not manifest.on_device:
-        return ok(built)
+    if facts.on_cpu:
+        return (
+            ok(built) if facts.torch else fail(f"{built}; there is no torch here", "pip install 'edge-dflash[build]'")
+        )
     sm = find_arch(manifest.arch).sm
     if facts.device is None:
         return fail(f"{built}; there is no GPU here", "build with --backend reference --arch cpu for this machine")

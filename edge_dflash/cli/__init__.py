@@ -145,9 +145,8 @@ def run(argv: Sequence[str]) -> int:
         extras = {"torch": "build", "accelerate": "train", "safetensors": "train"}
         if error.name not in extras:
             raise
-        _print_error(
-            f"this command needs {error.name}; install it with: pip install 'edge-dflash[{extras[error.name]}]'"
-        )
+        extra = "train" if "train-drafter" in argv[:1] else extras[error.name]
+        _print_error(f"this command needs {error.name}; install it with: pip install 'edge-dflash[{extra}]'")
         return BackendError.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads: let the last flush go nowhere

@@ -43,7 +43,9 @@ Correlation = Annotated[
 ]
 Context = Annotated[int, opt("N", "Committed tokens at which cycles are timed.", min=1)]
 Tokens = Annotated[int, opt("N", "Tokens to generate for each way of decoding.", min=2)]
-Prompts = Annotated[Path | None, opt("FILE", "JSONL of prompts for BUNDLE, as verify takes it; default: see below.")]
+Prompts = Annotated[
+    Path | None, opt("FILE", "JSONL of prompts, as of verify; default: the demo pair's tasks for it, else calib/.")
+]
 Prefill = Annotated[str, opt("N,N", "Prompt lengths for the time to the first token.")]
 Contexts = Annotated[str, opt("N,N", "More contexts at which a cycle is timed, such as 2048,32768.")]
 Drafter = Annotated[str | None, opt("none", "Time BUNDLE without its drafter.")]

@@ -81,9 +81,11 @@ def inspect(
     null). Of BUNDLE also: backend (the one that runs it), backends (aboard), trial (what build --finish measured of
     them), arch, kernels (compilation units with kernels, registers, shared_bytes, stack_bytes).
     """
-    if bundle is not None and (target or drafter or recipe or max_context is not None):
+    own = {"--target": target, "--drafter": drafter, "--recipe": recipe, "--max-context": max_context}
+    if bundle is not None and (named := [name for name, value in own.items() if value is not None]):
         raise RequestError(
-            "a bundle has its own models, recipe and sizes; give either BUNDLE or --target and --drafter"
+            f"{', '.join(named)}: a bundle has its own models, recipe and sizes; give either BUNDLE or --target and "
+            "--drafter"
         )
     built: dict[str, Any] = {}
     if bundle is not None:

@@ -136,7 +136,7 @@ def summary(plan: Plan, joules: float | None) -> str:
     """One line about a plan for people."""
     how = "plain decoding"
     if plan.speculative:
-        how = f"accept length {plan.accept_length:.2f} of {plan.drafting.mean:.1f} drafts"
+        how = f"accept length {plan.accept_length:.2f}, at most {plan.drafting.mean + 1:.3g}"
     return (
         f"{len(plan.tokens)} tokens ({plan.finish_reason}) after {plan.prompt_tokens} of prompt, {how}, "
         f"{plan.tokens_per_second:.1f} tokens/s, {plan.timings.total_seconds:.2f} s"

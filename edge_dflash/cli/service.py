@@ -10,7 +10,16 @@ import typer
 
 from edge_dflash.cli.output import Json, emit_json, say
 from edge_dflash.cli.usage import Command, opt, switch
-from edge_dflash.install.service import KEEP, InstallOptions, Outcome, install, left_to_build, remove, rollback
+from edge_dflash.install.service import (
+    KEEP,
+    InstallOptions,
+    Outcome,
+    install,
+    left_to_build,
+    next_step,
+    remove,
+    rollback,
+)
 
 service = typer.Typer(
     help="Install, upgrade, roll back and remove the systemd service. docs/thor.md shows every step.",
@@ -59,6 +68,8 @@ def install_command(
         say(line)
     outcome = install(bundle, root, InstallOptions(keep, tcp, activation, start), program=program)
     _show(outcome, json, f"{outcome.release} is installed" + (" and ready" if outcome.started else ""))
+    for line in next_step(root, program):
+        say(line)
 
 
 @service.command("rollback", cls=Command, short_help="Serve the release before the current one.")

@@ -25,8 +25,10 @@ Init = Annotated[
     Path | None,
     opt("DIR", "Drafter to begin with; a directory with a config.json alone: its sizes; none: published sizes."),
 ]
-Steps = Annotated[int, opt("N", "Steps of the optimizer.", min=0)]
-Minutes = Annotated[float, opt("M", "Minutes of the training stage alone, instead of --steps.", min=0.0)]
+Steps = Annotated[int, opt("N", "Steps of the optimizer; give this or --minutes.", min=0, show_default=False)]
+Minutes = Annotated[
+    float, opt("M", "Minutes of the training stage alone, instead of --steps.", min=0.0, show_default=False)
+]
 Recipe = Annotated[Path | None, opt("NAME|FILE", "Recipe of the bundles that are trained with and evaluated.")]
 Arch = Annotated[str | None, opt("NAME", "What they run on, as build --arch; default: this machine's GPU, or cpu.")]
 MaxContext = Annotated[int | None, opt("N", "Most tokens of a prompt and its answer.")]

@@ -202,6 +202,7 @@ def _verify_bundle(
         outcome.show()
     if report is not None:
         write_report(report, bundle, found, _bench(bundle) if found["ok"] else None, _doctor(bundle))
+        say(f"wrote {report}")
     outcome.check()
 
 

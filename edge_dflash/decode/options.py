@@ -84,7 +84,7 @@ def option(
 
 
 _RELAXATION = rules.instance_of(Relaxation, "")
-_TOOLS = "a list of tools in OpenAI form, of plain JSON values, strict True or False"
+_TOOLS = "a list of tools in OpenAI form, of plain JSON values, strict true or false"
 _LOGPROBS = rules.whole(0, MOST_ALTERNATIVES).saying(f"a whole number of alternatives from 0 to {MOST_ALTERNATIVES}")
 
 
@@ -98,7 +98,7 @@ class Options:
     schema: object = option(
         None,
         Rule(_schema, "give a JSON object (mapping or text), a Pydantic model").or_none(),
-        "The answer is JSON of this JSON Schema (from Python also of a Pydantic model).",
+        "The answer is JSON of this JSON Schema.",
         flag="FILE|JSON",
     )
     regex: str | None = option(

@@ -112,6 +112,20 @@ def left_to_build(bundle: Path) -> str:
     )
 
 
+def next_step(root: Path, program: Path | None) -> tuple[str, ...]:
+    """What is to be said of an installation into a directory tree; nothing where it is the machine's own."""
+    if host_of(root).live:
+        return ()
+    program, told = find_program(program), list[str]()
+    if program.is_relative_to("/tmp") or not program.is_relative_to(root.absolute()):
+        told.append(
+            f"warning: {program} is to serve, and is not what the machine that gets {root} has; make an environment "
+            "there, python3 -m venv /opt/edge-dflash/venv, and install there with its edge-dflash"
+        )
+    start = "systemd-sysusers && systemd-tmpfiles --create && systemctl daemon-reload && systemctl start edge-dflash"
+    return (*told, f"next: copy what lies in {root} to / of the machine, and there as root: {start}")
+
+
 def rollback(root: Path, *, start: bool = True, host: Host | None = None) -> Outcome:
     """Serve the release before the current one.
 

@@ -98,10 +98,19 @@ def read_pair(target: Path, drafter: Path | None) -> PairSpec:
     return PairSpec(spec, None) if drafter is None else match_pair(spec, read_drafter_spec(drafter, spec.num_layers))
 
 
+def _config(directory: Path) -> tuple[Path, dict[str, Any]]:
+    """The config.json of a checkpoint, and what it says. Raises CheckpointError."""
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"no directory {directory}; give one with a checkpoint: a name of the hub is not downloaded"
+        )
+    file = directory / "config.json"
+    return file, read_json(file)
+
+
 def read_target_spec(directory: Path) -> TargetSpec:
     """Spec of the target in ``directory``. Raises CheckpointError, UnsupportedModelError for another architecture."""
-    file = directory / "config.json"
-    config = read_json(file)
+    file, config = _config(directory)
     if speculators.is_spelled(config) or any(_name(file, config) in one.classes for one in DRAFTERS.values()):
         raise UnsupportedModelError(f"{file} is a drafter; give it as the drafter, not as the target")
     name, target = _of(file, config, TARGETS)
@@ -120,8 +129,8 @@ def read_drafter_spec(directory: Path, target_layers: int | None = None) -> Draf
 
     ``target_layers``: of its target, where a file may not say how many.
     """
-    file = directory / "config.json"
-    config: Mapping[str, Any] = read_json(file)
+    config: Mapping[str, Any]
+    file, config = _config(directory)
     if is_there(directory / MASK_ROW):
         raise UnsupportedModelError(
             f"{directory / MASK_ROW}: a mask row of the drafter's own, wanted a drafter that embeds its mask token "

@@ -36,6 +36,7 @@ _WAITING = 4096  # lines that wait for the stream
 _LAST_LINES = 2.0  # seconds that the end of the process waits for them
 _WARNING = {"name": "edge_dflash.serve", "levelname": "WARNING", "levelno": logging.WARNING}
 _POLLS = ("/health", "/ready", "/metrics")  # asked every few seconds: logged when they are refused
+_NOT_NOW = ("loading", "draining")  # codes of a service that works, and takes no request now
 _STRANGERS = 20  # lines a second of requests that nobody in particular made, or that ask for nothing that is there
 _LONGEST = 100  # characters of what a client chose
 _FIELD = re.compile(r"[A-Za-z0-9_.\[\]]{1,60}")
@@ -85,7 +86,8 @@ class RequestLog:
             return
         if self._is_left_out(stranger="account" not in state or status in (404, 405)):
             return
-        level = logging.ERROR if worst >= 500 else logging.WARNING if worst >= 400 else logging.INFO
+        failed = worst >= 500 and (refused is None or refused.code not in _NOT_NOW)
+        level = logging.ERROR if failed else logging.WARNING if worst >= 400 else logging.INFO
         path = (scope.get("raw_path") or scope["path"].encode("utf-8", "replace")).decode("latin-1").partition("?")[0]
         words = {
             "id": state["id"],

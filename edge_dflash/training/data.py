@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from edge_dflash.decode.options import Options
+from edge_dflash.common.nested import as_json
+from edge_dflash.common.rules import checked
+from edge_dflash.decode.options import RULES, Options
 from edge_dflash.errors import RequestError
 from edge_dflash.text.images import is_image
 from edge_dflash.text.prompt import as_messages
@@ -26,6 +28,7 @@ KEYS = ("messages", "prompt", "raw", *SHAPING, "answer", "finish_reason", "stop"
 MEANINGLESS = ("accept_length", "id", "source", "licence", "seed", "temperature", "top_k", "top_p")  # of other files
 HELDOUT, SHARE = 200, 10  # prompts that are held out at most; one of so many
 MOST_LINE = 16 << 20  # bytes
+_FLAGS = {name: as_json(RULES[name]) for name in ("whitespace", "thinking", "raw")}  # said in JSON's words
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,9 @@ def _task(
     raw = body.get("raw", False) if isinstance(asked, str) else False
     try:
         as_messages(asked)
-        Options.of({**options, "raw": raw})
+        asking = {"raw": raw, **options}
+        checked(_FLAGS, {name: asking[name] for name in _FLAGS if name in asking})
+        Options.of(asking)
     except RequestError as error:
         raise RequestError(f"{where}: {error}") from None
     text_only = not any(body.get(name) for name in ("thinking", "reasoning", "tool_calls"))

@@ -24,8 +24,8 @@ from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.common.tables import decode, encode
 from edge_dflash.errors import BackendError, BuildError, RequestError
 from edge_dflash.model.dflash import DRAFT_IDS
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
-from edge_dflash.model.specs import PairSpec, TargetSpec
+from edge_dflash.model.registry import match_pair, read_drafter_spec
+from edge_dflash.model.specs import PairSpec
 from edge_dflash.planner import Planner
 from edge_dflash.training.answers import TargetAnswer, make_answers, read_answers
 from edge_dflash.training.data import TrainingData, TrainingTask, read_mixture, read_tasks, spread
@@ -44,7 +44,7 @@ from edge_dflash.training.forecast import (
 from edge_dflash.training.start import make_start, read_weights, same_files, save_weights
 from edge_dflash.training.taps import Sample, Shards, shard_bytes, write_taps
 from edge_dflash.training.trainer import Trainer, kept_weights
-from edge_dflash.training.workdir import TrainingDir, TrainingRun, TrainingState, read_object, write_object
+from edge_dflash.training.workdir import TrainingDir, TrainingRun, TrainingState, read_object, target_spec, write_object
 from edge_dflash.weights.quantize import dequantize
 
 Say = Callable[[str], None]
@@ -89,8 +89,8 @@ def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda li
 
     Its first bundle is built, and kept for it. Raises what the run raises.
     """
-    say("a dry run builds the first bundle, which the training keeps")
     with TrainingDir(run, dry=True) as work, scratch(work.root, SCRATCH) as folder:
+        say("a dry run builds the first bundle, which the training keeps")
         training = Training(run, work, progress, say)
         data = training.prompts()
         bundle = training.before()
@@ -171,7 +171,7 @@ class Training:
             for folder in (work.start, work.before):  # it was put right since
                 shutil.rmtree(folder, ignore_errors=True)
         if not (work.before / MANIFEST).is_file():
-            target = _target_spec(run)
+            target = target_spec(run)
             if not work.start.is_dir():
                 shutil.rmtree(half, ignore_errors=True)  # a kill leaves a start that is whole, or none
                 make_start(target, run.drafter, half, mask_token_id=run.mask_token, seed=run.seed)
@@ -341,13 +341,6 @@ def _check_same(run: TrainingRun, card: DrafterCard, there: Path) -> None:
             f"{there} was trained on other prompts than {', '.join(map(str, run.data))} has now; give another "
             f"--output, or remove {run.output / 'work'}"
         )
-
-
-def _target_spec(run: TrainingRun) -> TargetSpec:
-    """The target's sizes, of a bundle or a checkpoint. Raises BundleError, CheckpointError."""
-    if is_bundle(run.target):
-        return Bundle.open(run.target, check_hashes=False).pair.target
-    return read_target_spec(run.target)
 
 
 def _arch(where: str) -> str:

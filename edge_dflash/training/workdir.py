@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from edge_dflash.builder.card import CARD
+from edge_dflash.builder.swap import is_bundle
 from edge_dflash.bundle.manifest import MANIFEST
 from edge_dflash.bundle.parts import building_path
+from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.files import is_there, write_whole
 from edge_dflash.common.nested import refuse_nul
 from edge_dflash.errors import RequestError
+from edge_dflash.model.registry import read_drafter_spec, read_target_spec
+from edge_dflash.model.specs import TargetSpec
+from edge_dflash.training.data import read_tasks
 
 RUN, DONE = "run.json", "done.json"
 CHECKPOINT = "checkpoint-"  # and the number of the step, of folders in the folder of the training
@@ -132,6 +137,8 @@ class TrainingDir:
         self._of_trained = (self.trained, self.after, building_path(self.after))
         self.evaluation = self.root / "evaluation.json"
         _check_output(run)
+        if not self.root.exists():
+            _check_inputs(run)
         self.root.mkdir(parents=True, exist_ok=True)
         self._lock = (self.root / "lock").open("a")
         try:
@@ -227,6 +234,22 @@ def _check_output(run: TrainingRun) -> None:
     ours = is_there(output / CARD) or is_there(output / "work" / RUN)
     if not ours and any(is_there(output / name) for name in ("config.json", MANIFEST)):
         raise RequestError(f"--output {run.output} holds a model that no training made; give another directory")
+
+
+def _check_inputs(run: TrainingRun) -> None:
+    """Raise what the stages would of models and files that are not there, before a new training leaves a trace."""
+    target = target_spec(run)
+    if run.drafter is not None:
+        read_drafter_spec(run.drafter, target.num_layers)
+    for path in run.data:
+        read_tasks(path, most=0)
+
+
+def target_spec(run: TrainingRun) -> TargetSpec:
+    """The target's sizes, of a bundle or a checkpoint. Raises BundleError, CheckpointError."""
+    if is_bundle(run.target):
+        return Bundle.open(run.target, check_hashes=False).pair.target
+    return read_target_spec(run.target)
 
 
 def _said(value: Any) -> str:

@@ -52,9 +52,9 @@ def test_wrong_usage_is_one_line(refused, argv, message):
         (["verify", "--golden", "g"], 8, "--golden needs --checkpoint and --drafter"),
         (["verify", "B", "--prompts", "/nowhere/x"], 8, "cannot read /nowhere/x"),
         (["inspect"], 8, "give BUNDLE, or --target and --drafter"),
-        (["inspect", "B", "--target", "t"], 8, "either BUNDLE or"),
+        (["inspect", "B", "--max-context", "100"], 8, "--max-context: a bundle has its own models"),
         (["inspect", "B", "--board", "toaster"], 4, "agx-thor"),
-        (["inspect", "--target", "/nowhere", "--drafter", "/nowhere"], 3, "/nowhere"),
+        (["inspect", "--target", "o/hub", "--drafter", "o/hub"], 3, "no directory o/hub; give one with a checkpoint"),
     ],
 )
 def test_bad_requests_are_one_line_with_the_class_of_the_error(refused, ids_bundle, argv, code, message):
@@ -111,12 +111,13 @@ def test_an_error_of_the_system_is_one_line(refused, ids_bundle, monkeypatch):
 def test_a_missing_torch_names_the_extra(build_pair, ids_bundle, tmp_path):
     """In a process of its own, where torch cannot be imported."""
     code = "import sys; sys.modules['torch'] = None; from edge_dflash.cli import main; main()"
-    for argv in (build_pair, ["generate", ids_bundle, "--ids", "1"]):
+    train = ["train-drafter", "--target", ids_bundle, "--data", "x", "--output", tmp_path / "out", "--steps", 1]
+    for extra, argv in (("build", build_pair), ("build", ["generate", ids_bundle, "--ids", "1"]), ("train", train)):
         done = subprocess.run([sys.executable, "-c", code, *map(str, argv)], capture_output=True, text=True)
         assert done.returncode == 7
         assert done.stdout == ""
         assert done.stderr.splitlines()[-1].startswith("error: ")
-        assert "pip install 'edge-dflash[build]'" in done.stderr
+        assert f"pip install 'edge-dflash[{extra}]'" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

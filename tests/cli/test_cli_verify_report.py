@@ -39,6 +39,7 @@ def test_a_difference_is_in_the_report_and_nothing_is_timed(cli, ids_bundle, tmp
     code, out, err = cli("verify", ids_bundle, "--count", 1, "--max-new-tokens", 8, "--report", file)
     assert code == 9
     assert "speculative differs from plain" in err
+    assert f"wrote {file}" in err.splitlines()
     assert out.splitlines()[-1].startswith("lossless: no, speculative output differs from plain output in ")
     found = json.loads(file.read_text())
     assert (found["ok"], found["bench"]) == (False, None)

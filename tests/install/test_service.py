@@ -28,6 +28,7 @@ from edge_dflash.install.service import (
     find_program,
     install,
     memory_parts,
+    next_step,
     remove,
     rollback,
 )
@@ -580,6 +581,13 @@ def test_programs_that_the_service_cannot_see_are_refused(tmp_path):
     assert find_program(None).name == "edge-dflash"
 
 
+def test_a_directory_tree_has_a_next_step_and_a_program_of_its_own(root, program, monkeypatch):
+    warned, told = next_step(root, program)
+    assert warned.startswith(f"warning: {program} is to serve, and is not what the machine that gets {root} has; make")
+    assert told.startswith(f"next: copy what lies in {root} to / of the machine")
+    assert next_step(type(root)("/"), program) == ()
+
+
 def test_the_system_itself_is_told_through_systemd(monkeypatch):
     assert isinstance(host_of(type(directory("deploy"))("/")), Systemd)
     assert not host_of(directory("deploy")).live
@@ -623,7 +631,8 @@ def test_the_command_line(cli, refused, root, made, program):
     code, out, err = cli("service", "install", made / "two", "--root", root, "--program", program, "--tcp")
     assert (code, out.endswith(" is installed\n")) == (0, True)
     unit = root / "etc/systemd/system/edge-dflash.service"  # with the bounds of the other bundle
-    assert err.splitlines() == [f"wrote {unit}", f"wrote {root / TCP}", f"a rollback goes to {found['release']}"]
+    wrote = [f"wrote {unit}", f"wrote {root / TCP}", f"a rollback goes to {found['release']}"]
+    assert err.splitlines() == [*wrote, *next_step(root, program)]
     code, out, _ = cli("service", "rollback", "--root", root)
     assert out == f"{found['release']} is current again\n"
     assert refused("service", "rollback", "--root", root)[0] == 1

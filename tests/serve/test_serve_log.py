@@ -33,6 +33,8 @@ def start(tmp_path, caplog):
         begun.append(service := fake_service(tmp_path, **sections))
         return client_of(service, key)
 
+    begin.services = begun
+
     def lines():
         return [(one.levelname, one.getMessage()) for one in caplog.records if one.name == "edge_dflash.requests"]
 
@@ -87,6 +89,14 @@ def test_what_is_refused_is_said_without_what_it_held(start):
     ]
     assert {level for level, _ in lines()} == {"WARNING"}
     assert SECRET not in str(lines())
+
+
+def test_a_service_that_loads_has_refused_and_one_that_failed_has_failed(start):
+    begin, lines = start
+    client, (service,) = begin(), begin.services
+    for service.state in ("loading", "draining", "failed"):
+        client.post(CHAT, json=BODY)
+    assert [level for level, _ in lines()] == ["WARNING", "WARNING", "ERROR"]
 
 
 def test_a_key_is_never_said(start):

@@ -105,7 +105,7 @@ def test_what_was_recorded_of_an_answer_says_how_it_is_used(tmp_path, more, answ
         ({"prompt": "a", "raw": "yes"}, "raw is 'yes'"),
         ({"prompt": "a", "raw": True, "tools": [TOOL]}, "raw and tools"),
         ({"prompt": "a", "schema": [1]}, "schema is"),
-        ({"prompt": "a", "thinking": "yes"}, "thinking is 'yes'"),
+        ({"prompt": "a", "thinking": "yes"}, "thinking is 'yes'; give true or false"),
         ({"prompt": "a", "schema": SCHEMA, "regex": "a"}, "schema and regex"),
         ({"prompt": "a", "tool_choice": "move"}, "tool_choice"),
     ],

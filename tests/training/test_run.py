@@ -140,8 +140,9 @@ def bundle_made(output):
 def test_what_was_wrong_may_be_put_right_before_anything_is_made(given, data, tmp_path):
     for wrong in ({"data": (tmp_path / "none",)}, {"target": tmp_path / "none"}, {"drafter": tmp_path / "none"}):
         with pytest.raises((RequestError, CheckpointError), match="none"):
-            train_drafter(replace(given, output=tmp_path / "out", **wrong))
-    (tmp_path / "out" / "work" / "start").mkdir()  # of another drafter
+            train_drafter(replace(given, output=tmp_path / "out", **wrong), say=pytest.fail)
+        assert not (tmp_path / "out").exists()
+    (tmp_path / "out" / "work" / "start").mkdir(parents=True)  # of another drafter
     with TrainingDir(replace(given, output=tmp_path / "out", seed=3)) as work:
         assert not work.start.exists()
         bundle_made(tmp_path / "out")
