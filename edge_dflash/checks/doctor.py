@@ -261,9 +261,8 @@ def driver(facts: Facts) -> Check:
 def gpu(facts: Facts) -> Check:
     """Whether there are kernels for the GPU."""
     if (device := facts.device) is None:
-        if facts.on_cpu:
-            return ok("none; the bundle needs none")
-        return warn("no GPU", "see D003; a bundle of the reference backend needs none")
+        remedy = "see D003; a bundle of the reference backend needs none"
+        return ok("none; the bundle needs none") if facts.on_cpu else warn("no GPU", remedy)
     where = "shares main memory" if device.integrated else "has memory of its own"
     found = f"{device.name}, SM {device.sm}, {where}"
     if arch_of_sm(device.sm) is None:

@@ -83,10 +83,7 @@ def inspect(
     """
     own = {"--target": target, "--drafter": drafter, "--recipe": recipe, "--max-context": max_context}
     if bundle is not None and (named := [name for name, value in own.items() if value is not None]):
-        raise RequestError(
-            f"{', '.join(named)}: a bundle has its own models, recipe and sizes; give either BUNDLE or --target and "
-            "--drafter"
-        )
+        raise RequestError(f"{', '.join(named)}: a bundle has its own models and sizes; give either it or these")
     built: dict[str, Any] = {}
     if bundle is not None:
         manifest = read_manifest(bundle)

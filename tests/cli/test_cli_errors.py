@@ -52,7 +52,7 @@ def test_wrong_usage_is_one_line(refused, argv, message):
         (["verify", "--golden", "g"], 8, "--golden needs --checkpoint and --drafter"),
         (["verify", "B", "--prompts", "/nowhere/x"], 8, "cannot read /nowhere/x"),
         (["inspect"], 8, "give BUNDLE, or --target and --drafter"),
-        (["inspect", "B", "--max-context", "100"], 8, "--max-context: a bundle has its own models"),
+        (["inspect", "B", "--max-context", "100"], 8, "--max-context: a bundle has its own models and sizes"),
         (["inspect", "B", "--board", "toaster"], 4, "agx-thor"),
         (["inspect", "--target", "o/hub", "--drafter", "o/hub"], 3, "no directory o/hub; give one with a checkpoint"),
     ],
