@@ -75,8 +75,8 @@ class Trace:
             others = [one for one in self._handed if one[0] < before and one[1] != thread and one[2]]
             if not others:
                 return None
-            _, thread, frames = others[-1]
-            before, chain = self._woken[thread], [*frames, *chain]
+            when, thread, frames = others[-1]
+            before, chain = min(when, self._woken[thread]), [*frames, *chain]
         names = [name.rpartition(".")[2] for name, _ in chain]
         return chain[names.index(self.start) :]
 
@@ -187,7 +187,7 @@ def plan(options):
 
 def chat(options):
     """The chain of one chat completion: the server of the command line runs here, a client asks it and ends it."""
-    trace = Trace(options.start or "chat", called(options.end or "turns"))
+    trace = Trace(options.start or "answer", called(options.end or "decode_steps"))
     body = json.dumps({"messages": [{"role": "user", "content": "Tidy the kitchen."}], "max_tokens": 4}).encode()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "socket"

@@ -12,7 +12,7 @@ MOST = 12
 
 def test_a_chat_reaches_the_loop_in_few_calls(tmp_path):
     """From the route that gets it, over the threads that hand it on, to the loop on the engine's worker."""
-    trace = Trace("answer", called("turns"))
+    trace = Trace("answer", called("decode_steps"))
     with trace.installed():
         service = fake_service(tmp_path)
         with client_of(service) as client:
