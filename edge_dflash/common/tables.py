@@ -201,8 +201,8 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """JSON object whose names are all different: a second entry of one name would hide the first."""
     value = dict(pairs)
     if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen = set[str]()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"the name {twice[:60]!r} occurs twice in one object")
     return value
 

@@ -66,7 +66,12 @@ def test_the_fingerprint_changes_with_every_input_and_with_nothing_else(tmp_path
 
 def test_paths_that_cannot_work_are_refused(tmp_path):
     output = tmp_path / "out"
-    refused(config_of("qwen3", output, target=tmp_path / "no"), CheckpointError, "no config.json", "give the directory")
+    refused(
+        config_of("qwen3", output, target=tmp_path / "no"),
+        CheckpointError,
+        "no directory",
+        "give one with a checkpoint",
+    )
     refused(config_of("qwen3", output, drafter=TARGETS["qwen3"]), UnsupportedModelError, "DFlashDraftModel")
     refused(config_of("qwen3", output, drafter=GOLDEN / "qwen3_5-tiny-dflash"), CheckpointError, "num_target_layers")
     refused(config_of("qwen3", output, recipe=tmp_path / "no.yaml"), RecipeError, "no.yaml")
