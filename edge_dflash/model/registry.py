@@ -6,7 +6,6 @@ A row names the file that describes it. Weights have the names of Hugging Face's
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,7 +100,7 @@ def read_pair(target: Path, drafter: Path | None) -> PairSpec:
 
 def _config(directory: Path) -> tuple[Path, dict[str, Any]]:
     """The config.json of a checkpoint, and what it says. Raises CheckpointError."""
-    if not os.path.isdir(directory):  # where Path raises: names that no file system has
+    if not is_there(directory):
         raise CheckpointError(
             f"no directory {directory}; give one with a checkpoint: a name of the hub is not downloaded"
         )
