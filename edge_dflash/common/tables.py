@@ -8,7 +8,8 @@ Errors name the place, the value found and what is wanted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -201,10 +202,14 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """JSON object whose names are all different: a second entry of one name would hide the first."""
     value = dict(pairs)
     if len(value) != len(pairs):
-        seen = set[str]()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        twice = repeated(name for name, _ in pairs) or ""
         raise ValueError(f"the name {twice[:60]!r} occurs twice in one object")
     return value
+
+
+def repeated(names: Iterable[str]) -> str | None:
+    """The first name that occurs more than once; None: all differ."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def no_constant(name: str) -> Any:

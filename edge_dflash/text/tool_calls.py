@@ -19,6 +19,7 @@ from functools import partial, reduce
 from typing import Any
 
 from edge_dflash.common.pointer import resolve
+from edge_dflash.common.tables import repeated
 from edge_dflash.errors import RequestError
 
 # What a schema without a type says all the same: keywords that mean nothing for values of other types.
@@ -249,8 +250,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object whose names differ."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)[:40]!r} comes twice")
+        twice = repeated(name for name, _ in pairs) or ""
+        raise ValueError(f"{twice[:40]!r} comes twice")
     return made
 
 

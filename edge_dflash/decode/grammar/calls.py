@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 from edge_dflash.common.pointer import resolve
+from edge_dflash.common.tables import repeated
 from edge_dflash.decode.grammar.formats import ENCODINGS, FORMATS
 from edge_dflash.decode.grammar.keywords import kinds_of
 from edge_dflash.decode.grammar.library import MAX_BYTES, MAX_RULES
@@ -107,7 +108,7 @@ class Calls:
     def grammar(self, free: Collection[str] = ()) -> str:
         """The grammar, as Lark; calls of the tools named in ``free`` may have any arguments. Raises RequestError."""
         names = [tool["name"] for tool in self.tools]
-        if twice := next((name for name in names if names.count(name) > 1), None):
+        if twice := repeated(names):
             raise RequestError(f"two tools are called {twice!r}, so a call could mean either; give each its own name")
         rules = [self._rules(f"c{index}", tool, free) for index, tool in enumerate(self.tools)]
         start = self._start(" | ".join(f"c{index}" for index in range(len(rules))))
