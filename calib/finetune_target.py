@@ -2,7 +2,8 @@
 
 ``python -m calib.harbour TASKS --answers`` makes the tasks; ``python -m calib.finetune_target TASKS/train.jsonl OUT
 --minutes 5`` writes OUT: checkpoint, tokenizer, training.json. Weights in NVFP4 and keys and values in FP8 are emulated
-from the half on, so that the checkpoint is good as a bundle runs it. Lines without an ``answer`` are left out.
+from the half on, so that the checkpoint is good as a bundle runs it; not with ``--wide``, as most checkpoints are made.
+Lines without an ``answer`` are left out.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class TuningRun:
     prompt_weight: float = 0.05  # of a prompt token in the loss; an answer token has 1
     seed: int = 0
     device: str = "cpu"
+    wide: bool = False  # never emulate what a bundle rounds
 
 
 def read_samples(file: Path, tokenizer: Tokenizer, most: int = 1 << 20) -> Dataset:
@@ -96,7 +98,7 @@ def _steps(run: TuningRun, model: Target, dataset: Dataset, log: Callable[[str],
         share = step / run.steps if run.steps else (time.perf_counter() - began) / until
         if share >= 1:
             break
-        if share >= 0.5:
+        if share >= 0.5 and not run.wide:
             model.set_fp8(True)
             quantizer.apply()
         ids, lengths, prompts = on_device(dataset, indices, run.device)
@@ -123,6 +125,7 @@ def main() -> None:
     for name in ("minutes", "peak_rate", "weight_decay", "prompt_weight"):
         parser.add_argument("--" + name.replace("_", "-"), type=float, default=getattr(TuningRun(), name))
     parser.add_argument("--device", default="cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--wide", action="store_true", help="never emulate what a bundle rounds")
     given = vars(parser.parse_args())
     file, output = given.pop("tasks"), given.pop("output")
     print(json.dumps(finetune(TuningRun(**given), file, output)))

@@ -3,7 +3,8 @@
 Task ``n`` of a split is made from its number alone. Held-out tasks and training tasks come from seed ranges that do not
 meet, and a training task with the scene and goal of a held-out one is left out. Knows nothing of tokens.
 
-``python -m calib.demo.corpus plans.jsonl`` writes training tasks as prompts for ``edge-dflash train-drafter``.
+``python -m calib.demo.corpus plans.jsonl`` writes training tasks as prompts for ``edge-dflash train-drafter``; with
+``--answers`` also the right answers, for ``calib.finetune_target``.
 """
 
 from __future__ import annotations
@@ -147,10 +148,14 @@ def _prose(derivation: Derivation) -> str:
     return " ".join((f"First {first}.", *(f"Then {phrase}." for phrase in rest), *derivation.notes))
 
 
-def write_prompts(output: Path, count: int) -> int:
+def write_prompts(output: Path, count: int, *, answers: bool = False) -> int:
     """Write the first ``count`` training tasks as prompts, one JSON object a line; how many were not left out."""
     asked = [
-        {"messages": list(task.messages), **({"thinking": True} if task.thinking else {})}
+        {
+            "messages": list(task.messages),
+            **({"thinking": True} if task.thinking else {}),
+            **({"answer": task.answer} if answers else {}),
+        }
         for task in tasks("train", 0, count, exclude=heldout_keys())
     ]
     output.write_text("".join(json.dumps(one) + "\n" for one in asked), encoding="utf-8")
@@ -162,8 +167,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--tasks", type=int, default=PROMPTS)
+    parser.add_argument("--answers", action="store_true", help="with the right answers")
     given = parser.parse_args()
-    print(json.dumps({"output": str(given.output), "prompts": write_prompts(given.output, given.tasks)}))
+    prompts = write_prompts(given.output, given.tasks, answers=given.answers)
+    print(json.dumps({"output": str(given.output), "prompts": prompts}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The demo target trained further on tasks of another kind: a checkpoint as builds take it, the same every time."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,3 +55,12 @@ def test_a_checkpoint_comes_out_that_a_drafter_fits_and_is_the_same_again(tasks,
 def test_minutes_end_a_training_too(tasks, tmp_path):
     record = finetune(TuningRun(minutes=0.02, batch=1), tasks, tmp_path / "short", log=lambda line: None)
     assert record["steps"] >= 1
+
+
+def test_wide_training_never_rounds(tasks, tmp_path, monkeypatch):
+    rounded = []
+    monkeypatch.setattr("calib.finetune_target.WeightQuantizer.apply", lambda self: rounded.append(1))
+    finetune(RUN, tasks, tmp_path / "rounded", log=lambda line: None)
+    assert len(rounded) == 1  # the second half of three steps
+    finetune(replace(RUN, wide=True), tasks, tmp_path / "wide", log=lambda line: None)
+    assert len(rounded) == 1
