@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,25 +14,21 @@ from edge_dflash.cli.generate import read_words
 from edge_dflash.common.files import directory
 from edge_dflash.demo.checking import plan_schema
 from edge_dflash.demo.tasks import HELDOUT, MODELS
-from edge_dflash.errors import ContextError, RequestError
+from edge_dflash.errors import ContextError
 from edge_dflash.pictures.pictured import text_ids
 from edge_dflash.planner import Planner, Task
+from edge_dflash.quality.texts import parse_tasks
 
 _CALIBRATION = "robot_planning.jsonl"
-KEYS = ("ids", "messages", "text")
 RANDOM_PROMPTS, RANDOM_TOKENS = 4, 12  # for a bundle without tokenizer
 
 
 def read_prompts(path: Path) -> list[Task]:
-    """Tasks of a JSONL file; each line has one of ``KEYS``, other keys are ignored.
+    """Tasks of a JSONL file; see :func:`~edge_dflash.quality.texts.parse_tasks`.
 
     Raises RequestError naming file and line.
     """
-    lines = enumerate(read_words(path).splitlines(), 1)
-    tasks = [_task(line, f"{path}:{number}") for number, line in lines if line.strip()]
-    if not tasks:
-        raise RequestError(f"{path} holds no prompts; give one JSON object a line")
-    return tasks
+    return parse_tasks(read_words(path), path)
 
 
 def default_prompts(planner: Planner, max_new_tokens: int, bundle: Path | None = None) -> list[Task]:
@@ -87,19 +82,3 @@ def _is_demo(bundle: Path) -> bool:
         with path.open("rb") as file:
             shipped.add((path.stat().st_size, sha256(file.read(1 << 20)).hexdigest()))
     return bool(made_of) and made_of <= shipped
-
-
-def _task(line: str, where: str) -> Task:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        raise RequestError(f"{where} is not JSON; give one object a line") from None
-    given = [key for key in KEYS if isinstance(value, dict) and key in value]
-    if len(given) != 1:
-        raise RequestError(f"{where} needs exactly one of the keys {', '.join(KEYS)}")
-    task: Task = value[given[0]]
-    if not isinstance(task, str if given[0] == "text" else list):
-        raise RequestError(
-            f"{where}: {given[0]} is of the wrong type; give a string as text, a list as messages or ids"
-        )
-    return task

@@ -18,6 +18,7 @@ FLOORS = (
     "session",
     "planner",
     "checks",
+    "quality",
     "builder",
     "training",
     "serve",

@@ -1,0 +1,169 @@
+"""What is measured on: prompts, each with an answer, as token ids; and for each token what it is a part of.
+
+An answer's text is read character by character: prose, a JSON text's names, values and punctuation, tool calls and
+thinking between their tags. A token is what most of its bytes are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from edge_dflash.decode.options import Options
+from edge_dflash.errors import RequestError
+from edge_dflash.text.images import is_image
+from edge_dflash.text.prompt import Prompter, Task
+from edge_dflash.text.tokenizer import Tokenizer
+
+KEYS = ("ids", "messages", "text")
+PLACES = ("prompt", "prose", "json_keys", "json_values", "json_structure", "tool_calls", "thinking")
+MOST_LINE = 1 << 20  # bytes: a text of them has more tokens than any figure needs
+Answer = Callable[[Sequence[int]], Sequence[int]]  # ids of a prompt -> ids of its answer
+_TAGS = {"thinking": (b"<think>", b"</think>"), "tool_calls": (b"<tool_call>", b"</tool_call>")}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and its answer."""
+
+    ids: tuple[int, ...]
+    places: tuple[str, ...]  # of each id, one of PLACES
+
+
+def fingerprint(texts: Iterable[Text]) -> str:
+    """SHA-256 of their ids."""
+    return hashlib.sha256(json.dumps([text.ids for text in texts]).encode()).hexdigest()
+
+
+def parse_tasks(words: str, where: object, most: int | None = None) -> list[Task]:
+    """Tasks of JSONL; each line has one of ``KEYS``, other keys are ignored.
+
+    Raises RequestError naming file and line; also for a line of more than ``most`` bytes.
+    """
+    lines = enumerate(words.splitlines(), 1)
+    tasks = [_task(line, f"{where}:{number}", most) for number, line in lines if line.strip()]
+    if not tasks:
+        raise RequestError(f"{where} holds no prompts; give one JSON object a line")
+    return tasks
+
+
+def _task(line: str, where: str, most: int | None) -> Task:
+    if most is not None and len(line) > most:
+        raise RequestError(f"{where} has {len(line)} characters, at most {most} are taken; give shorter prompts")
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        raise RequestError(f"{where} is not JSON; give one object a line") from None
+    given = [key for key in KEYS if isinstance(value, dict) and key in value]
+    if len(given) != 1:
+        raise RequestError(f"{where} needs exactly one of the keys {', '.join(KEYS)}")
+    task: Task = value[given[0]]
+    if not isinstance(task, str if given[0] == "text" else list):
+        raise RequestError(
+            f"{where}: {given[0]} is of the wrong type; give a string as text, a list as messages or ids"
+        )
+    return task
+
+
+def make_texts(
+    tasks: Iterable[Task], tokenizer: Tokenizer | None, vocabulary: int, most: int, answer: Answer | None
+) -> list[Text]:
+    """Texts of tasks in their order, of at most ``most`` tokens together; the last one may be cut.
+
+    An answer is the assistant message at a task's end, else what ``answer`` gives. Raises RequestError.
+    """
+    prompter, texts, left = Prompter(tokenizer), list[Text](), most
+    for task in tasks:
+        if left < 2:
+            break
+        given: tuple[int, ...] | None = None
+        if tokenizer is not None and (said := _said(task)) is not None:
+            end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+            task, given = task[:-1], (*tokenizer.encode_text(said), *end)
+        prompt = prompter.prompt(task, Options()).ids
+        if not prompt or not 0 <= min(prompt) <= max(prompt) < vocabulary:
+            raise RequestError(f"a prompt has no ids, or one outside 0 to {vocabulary - 1}; give ids of this model")
+        if given is None:
+            given = () if answer is None or len(prompt) >= left else tuple(answer(prompt))
+        found = ["prompt"] * len(prompt) + places(tokenizer, prompt, given)
+        text = Text((*prompt, *given)[:left], tuple(found[:left]))
+        left -= len(text.ids)
+        texts.append(text)
+    if not any(len(text.ids) > 1 for text in texts):
+        raise RequestError("the prompts have no two tokens in a row, so nothing is predicted; give longer ones")
+    return texts
+
+
+def _said(task: Task) -> str | None:
+    """The answer that a task ends with."""
+    last = task[-1] if not isinstance(task, str) and len(task) > 1 else None
+    if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        return None
+    return str(last["content"])
+
+
+def shows(task: Task) -> bool:
+    """Whether a task has an image, which is not measured."""
+    contents = [] if isinstance(task, str) else [m.get("content") for m in task if isinstance(m, dict)]
+    return any(is_image(part) for content in contents if isinstance(content, list) for part in content)
+
+
+def places(tokenizer: Tokenizer | None, prompt: Sequence[int], answer: Sequence[int]) -> list[str]:
+    """What each id of an answer is a part of; without a tokenizer all are prose."""
+    if tokenizer is None:
+        return ["prose"] * len(answer)
+    before = b"".join(tokenizer.token_bytes(one) or b"" for one in prompt[-64:])
+    spelled = [tokenizer.token_bytes(one) or b"" for one in answer]
+    begin, end = _TAGS["thinking"]
+    labels = label_bytes(b"".join(spelled), thinking=before.rfind(begin) > before.rfind(end))
+    found, at = list[str](), 0
+    for one in spelled:
+        own = labels[at : at + len(one)]
+        at += len(one)
+        found.append(Counter(own).most_common(1)[0][0] if own else "prose")
+    return found
+
+
+def label_bytes(text: bytes, *, thinking: bool = False) -> list[str]:
+    """The place of each byte of an answer, which begins inside a thinking span or not."""
+    labels, at = list[str](), 0
+    span = "thinking" if thinking else ""
+    while at < len(text):
+        if not span:
+            opened = [(start, name) for name, (tag, _) in _TAGS.items() if (start := text.find(tag, at)) >= 0]
+            stop, span = min(opened, default=(len(text), ""))
+            labels += _label_json(text[at:stop])
+        else:
+            end = _TAGS[span][1]
+            found = text.find(end, at)
+            stop = len(text) if found < 0 else found + len(end)
+            labels += [span] * (stop - at)
+            span = ""
+        at = stop
+    return labels
+
+
+def _label_json(text: bytes) -> list[str]:
+    """Places of bytes that are in no tag: JSON begins with a brace, or a bracket with a brace behind it."""
+    labels, open_, key, string = list[str](), bytearray(), False, ""
+    escaped = False
+    for at, byte in enumerate(text):
+        char = chr(byte)
+        if string:
+            labels.append(string if char != '"' or escaped else "json_structure")
+            string, escaped = "" if char == '"' and not escaped else string, char == "\\" and not escaped
+        elif not open_ and not (char == "{" or (char == "[" and text[at + 1 : at + 9].lstrip()[:1] == b"{")):
+            labels.append("prose")
+        else:
+            if char in "{[":
+                open_.append(byte)
+            elif char in "}]":
+                del open_[-1:]
+            elif char == '"':
+                string = "json_keys" if key else "json_values"
+            key = char in "{," or (key and (char.isspace())) if open_[-1:] == b"{" else False
+            labels.append("json_structure" if char in '{}[]:,"' or char.isspace() else "json_values")
+    return labels

@@ -1,0 +1,118 @@
+"""Prompts become token ids with an answer, and each byte of an answer has its place."""
+
+import json
+
+import pytest
+from quality_support import source
+
+from edge_dflash.demo.tasks import TARGET
+from edge_dflash.errors import RequestError
+from edge_dflash.quality.texts import MOST_LINE, PLACES, fingerprint, label_bytes, make_texts, parse_tasks, shows
+from edge_dflash.text.tokenizer import Tokenizer
+
+LETTERS = {
+    "prose": "p",
+    "json_keys": "k",
+    "json_values": "v",
+    "json_structure": "s",
+    "tool_calls": "t",
+    "thinking": "T",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("go on", "ppppp"),
+        ('{"a": 1}', "ssksssvs"),
+        ('{"a":{"b":"x"},"c":[1,"y"]}', "sskssssk" + "sssvs" + "ssskss" + "svssvsss"),
+        ('ok [1] {"a":"b\\"c"} end', "ppppppp" + "ssksssvvvvss" + "pppp"),
+        ('[{"a": true}] x', "sssks" + "ssvvvvss" + "pp"),
+        ("<think>a{</think>b", "T" * 17 + "p"),
+        ('x<tool_call>{"a":1}</tool_call>', "p" + "t" * 30),
+        ("<think>never closed", "T" * 19),
+        ('{"a', "ssk"),
+        ("}]", "pp"),
+        ("", ""),
+    ],
+)
+def test_bytes_have_their_places(text, wanted):
+    assert "".join(LETTERS[place] for place in label_bytes(text.encode())) == wanted
+
+
+def test_an_answer_may_begin_inside_a_thinking_span():
+    assert label_bytes(b"so</think>go", thinking=True) == ["thinking"] * 10 + ["prose"] * 2
+
+
+def tokenizer():
+    return Tokenizer.open(TARGET)
+
+
+def test_every_token_of_an_answer_has_a_place():
+    messages = [{"role": "user", "content": "Tidy up."}, {"role": "assistant", "content": 'Yes: {"goal": "tidy"}'}]
+    (text,) = make_texts([messages], tokenizer(), 1024, 500, None)
+    prompt = tokenizer().encode_chat(messages[:1])
+    assert text.ids[: len(prompt)] == prompt
+    assert set(text.places[: len(prompt)]) == {"prompt"}
+    answer = text.places[len(prompt) :]
+    assert len(answer) == len(text.ids) - len(prompt)
+    assert {"prose", "json_keys", "json_values"} <= set(answer) <= set(PLACES) - {"prompt"}
+    assert text.ids[-1] == tokenizer().eos_token_id
+
+
+def test_an_answer_is_generated_where_none_is_given():
+    asked = []
+
+    def answer(prompt):
+        asked.append(prompt)
+        return [5, 6, 7]
+
+    texts = make_texts(["Tidy up.", [3, 4], "Stop."], tokenizer(), 1024, 10_000, answer)
+    assert [text.ids[-3:] for text in texts] == [(5, 6, 7)] * 3
+    assert asked == [text.ids[:-3] for text in texts]
+    assert texts[1].places[:2] == ("prompt", "prompt")
+    assert [text.ids for text in make_texts([[3, 4]], None, 1024, 100, None)] == [(3, 4)]
+
+
+def test_texts_end_at_the_budget():
+    asked = []
+
+    def answer(prompt):
+        asked.append(prompt)
+        return [5] * 100
+
+    texts = make_texts([[1] * 10, [2] * 10, [3] * 10], None, 1024, 115, answer)
+    assert [len(text.ids) for text in texts] == [110, 5]
+    assert len(asked) == 1  # nothing is generated that would be cut off
+    assert all(len(text.ids) == len(text.places) for text in texts)
+    assert fingerprint(texts) != fingerprint(texts[:1])
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ('{"messages": [], "text": "x"}', "exactly one of"),
+        ('{"prompt": "x"}', "exactly one of"),
+        ('{"text": ["x"]}', "wrong type"),
+        ("not json", "not JSON"),
+        ('{"text": "a\x00b"}', "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        (json.dumps({"text": "x" * MOST_LINE}), "at most 1048576"),
+    ],
+)
+def test_bad_lines_are_named(line, wanted):
+    with pytest.raises(RequestError, match=f"FILE:2.*{wanted}"):
+        parse_tasks('{"text": "ok"}\n' + line, "FILE", MOST_LINE)
+
+
+@pytest.mark.parametrize("task", [[5000], [-1], [7]])
+def test_ids_that_give_no_figure_are_refused(task):
+    with pytest.raises(RequestError, match=r"outside 0 to 1023|no two tokens"):
+        make_texts([task], None, source()[1].target.vocab_size, 100, None)
+
+
+def test_images_are_seen():
+    assert shows([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}])
+    assert not shows([{"role": "user", "content": "x"}])
+    assert not shows("x")
+    assert not shows([1, 2])
