@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from edge_dflash.planner import Planner
-    from edge_dflash.result import Increment, Plan, PlanTimings
+    from edge_dflash.result import Increment, Plan, PlanTimings, Score
     from edge_dflash.runner.astream import AsyncPlanStream
     from edge_dflash.runner.stream import PlanStream
     from edge_dflash.session import PlannerSession
@@ -70,6 +70,7 @@ __all__ = [
     "RemoteSession",
     "RequestCancelledError",
     "RequestError",
+    "Score",
     "ServiceError",
     "StorageError",
     "TokenLogprob",
@@ -81,7 +82,7 @@ __all__ = [
 
 _MODULES = {
     "bundle.reader": ("Bundle",),
-    "result": ("Increment", "Plan", "PlanTimings"),
+    "result": ("Increment", "Plan", "PlanTimings", "Score"),
     "planner": ("Planner",),
     "session": ("PlannerSession",),
     "client.planner": ("RemotePlanner", "RemoteSession"),

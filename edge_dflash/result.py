@@ -10,6 +10,7 @@ from typing import Any
 from edge_dflash.decode.accept import FinishReason
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.logprobs import TokenLogprob
+from edge_dflash.errors import RequestCancelledError
 from edge_dflash.text.tool_calls import MalformedToolCall, ToolCall
 
 
@@ -49,6 +50,9 @@ class Plan:
     lossy: bool  # whether acceptance was relaxed anywhere, whatever came of it: then speed may have changed the tokens
     relaxed_tokens: int  # tokens that the target itself would not have chosen; 0 unless lossy
     logprobs: tuple[TokenLogprob, ...] = ()  # of each of the tokens, if they were asked for
+    prompt_logprobs: tuple[
+        TokenLogprob, ...
+    ] = ()  # of each token of the prompt, or none where it was cut before its end
     drafting: Drafting = NO_DRAFTING  # drafts that each cycle verified and accepted, and the acceptance by position
     seed: int = 0  # with which its tokens were drawn
     score: float | None = None  # of a candidate: its mean log-probability, or what ``rank`` gave it
@@ -69,6 +73,39 @@ class Increment:
     thinking: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens, if they were asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt, before all tokens, if they were asked for
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely the model held each token of a text after those before it."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]  # of each token but the first, which nothing comes before
+    timings: PlanTimings
+
+    @classmethod
+    def of(cls, plan: Plan) -> Score:
+        """That of a plan's prompt. Raises RequestCancelledError for one that ended before its prompt did."""
+        if not (found := plan.prompt_logprobs):
+            raise RequestCancelledError(
+                f"scoring ended ({plan.finish_reason}) before all {plan.prompt_tokens} tokens were gone over; "
+                "ask again, or give a later deadline"
+            )
+        return cls(tuple(one.token for one in found), found[1:], plan.timings)
+
+    @property
+    def total(self) -> float:
+        """The log-probability of all tokens after the first: the sum."""
+        return math.fsum(one.logprob for one in self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(-total / tokens after the first); infinity beyond a float's range."""
+        try:
+            return math.exp(-self.total / len(self.logprobs))
+        except OverflowError:
+            return math.inf
 
 
 def json_object(text: str) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from edge_dflash.errors import (
     ContextError,
     EdgeDflashError,
     QueueFullError,
+    RequestCancelledError,
     RequestError,
     ServiceError,
     StorageError,
@@ -58,6 +60,7 @@ class RemoteChoice:
         self._text = self._thinking = ""
         self._tokens: tuple[int, ...] = ()
         self._logprobs: tuple[TokenLogprob, ...] = ()
+        self._prompt: tuple[TokenLogprob, ...] = ()
         self._lengths: tuple[int, ...] = ()
         self._calls: tuple[ToolCall, ...] = ()
         self._said: str | None = None  # the service's word for its end
@@ -151,12 +154,16 @@ class RemoteChoice:
         thinking = str(delta.get("reasoning_content") or "")
         tokens = () if self._said else tuple(extra.get("tokens") or ())  # the last chunk repeats them all
         calls = tuple(_tool_call(one) for one in delta.get("tool_calls") or ())
+        logprobs = tuple(_logprob(entry) for entry in (choice.get("logprobs") or {}).get("content") or ())
+        if extra.get("echo"):
+            self._prompt = logprobs
+            self.ticket.add(Increment("", (), prompt_logprobs=logprobs))
+            return
         if not (text or thinking or tokens or calls):
             return
         self._first = self._first or time.perf_counter()
         if tokens and self._tokens:
             self._lengths += (len(tokens),)
-        logprobs = tuple(_logprob(entry) for entry in (choice.get("logprobs") or {}).get("content") or ())
         self._text += text
         self._thinking += thinking
         self._tokens += tokens
@@ -194,6 +201,7 @@ class RemoteChoice:
             lossy=bool(extra.get("lossy", False)),
             relaxed_tokens=int(extra.get("relaxed_tokens", 0)),
             logprobs=self._logprobs,
+            prompt_logprobs=self._prompt,
             drafting=Drafting(tuple(extra.get("drafts", ())), tuple(extra.get("accepted_drafts", ()))),
             seed=int(extra.get("seed", options.seed + self._index)),
         )
@@ -227,7 +235,7 @@ def _logprob(entry: Mapping[str, Any]) -> TokenLogprob:
     """An entry as the service writes it: with the token's id and bytes."""
     top = tuple(map(_logprob, entry.get("top_logprobs", ())))
     text = None if entry["bytes"] is None else bytes(entry["bytes"])
-    return TokenLogprob(entry["token_id"], entry["logprob"], top, text)
+    return TokenLogprob(entry["token_id"], math.nan if entry["logprob"] is None else entry["logprob"], top, text)
 
 
 def error_of(status: int, body: object) -> EdgeDflashError:
@@ -240,6 +248,7 @@ def error_of(status: int, body: object) -> EdgeDflashError:
         return StorageError(message, full=code == "storage_full")
     kinds: dict[object, type[EdgeDflashError]] = {
         "queue_full": QueueFullError,
+        "cancelled": RequestCancelledError,
         "context_length_exceeded": ContextError,
         "session_mismatch": BundleError,
     }

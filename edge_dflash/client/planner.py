@@ -109,6 +109,10 @@ def ask(
             named = {"type": "function", "function": {"name": options.tool_choice}}
             body["tool_choice"] = "required" if options.tool_choice == "required" else named
     if (alternatives := options.logprobs) is not None:
+        if options.prompt_logprobs:
+            if "messages" in body:
+                raise RequestError("prompt_logprobs is given with messages; give the ids that encode() makes of them")
+            body["echo"] = True
         chat = {"logprobs": True, "top_logprobs": alternatives}
         body |= chat if "messages" in body else {"logprobs": alternatives}
     extra = {name: getattr(options, name) for name in _EXTRAS}

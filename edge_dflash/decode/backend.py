@@ -135,6 +135,7 @@ class Asked:
     logits: bool = False  # whether the Cycle gives its logits, and the log-probabilities of its tokens
     _: KW_ONLY
     threshold: float = 0.0  # drafts from the first on whose confidence is below are not verified; 0: all are
+    known: Sequence[int] = ()  # verified in place of drafts where ``drafts`` is 0; steering says that they stand
     lane: int = 0
 
     @property

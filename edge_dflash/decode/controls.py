@@ -55,7 +55,7 @@ class Pace:
         self._choice = drafts
         self._choices = {1: drafts} if isinstance(drafts, DraftChoice) else {}  # by load
         self._cycles: dict[tuple[int, bool], _Recent] = {}  # by load, and whether they drafted
-        self._prefills, self._towers = _Recent(), _Recent()
+        self._prefills, self._towers, self._told = _Recent(), _Recent(), _Recent()
 
     @property
     def drafts(self) -> int | None:
@@ -111,6 +111,14 @@ class Pace:
         """Note a measured pass of the vision tower."""
         self._towers.append(tokens, seconds)
 
+    def told_seconds(self) -> float:
+        """Longest of the recent cycles that were told their tokens; 0 before the first."""
+        return self._told.longest
+
+    def record_told(self, seconds: float) -> None:
+        """Note a cycle that was told its tokens, of which neither the choice of drafts nor another estimate learns."""
+        self._told.append(1, seconds)
+
     def refuse(self, patience: Patience, seconds: Callable[[], float]) -> FinishReason | None:
         """Why a pass that is expected to take ``seconds`` must not start now; None when it may.
 
@@ -119,7 +127,7 @@ class Pace:
         """
         reason = patience.refuse(seconds)
         if reason == "deadline":
-            for recent in (*self._cycles.values(), self._prefills, self._towers):
+            for recent in (*self._cycles.values(), self._prefills, self._towers, self._told):
                 recent.forget_slowest()
         return reason
 

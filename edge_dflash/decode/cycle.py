@@ -30,7 +30,7 @@ def host_cycle(backend: Backend, asked: Asked) -> Cycle:
     position = backend.length(lane) + 1  # of the first draft
     began = time.perf_counter()
     drafting = asked.drafting and backend.shape.drafts > 0
-    drafts = drafted(asked, backend.propose(asked.anchor, lane), position) if drafting else []
+    drafts = drafted(asked, backend.propose(asked.anchor, lane), position) if drafting else list(asked.known)
     proposed = time.perf_counter()
 
     rows = backend.verify([asked.anchor, *drafts], lane)

@@ -15,7 +15,10 @@ _GROUPS = 64  # of a row, of whose largest logits one bounds the search for alte
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely a token was, and which were likelier: natural logarithms, -inf for a token of logit -inf."""
+    """How likely a token was, and which were likelier: natural logarithms, -inf for a token of logit -inf.
+
+    The first token of a prompt, which nothing comes before, has NaN (``math.nan`` itself) and no others.
+    """
 
     token: int
     logprob: float

@@ -7,6 +7,7 @@ elsewhere. Who runs it makes its cycles, so that several sequences can share a p
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ from edge_dflash.decode.controls import NO_CONTROLS, Controls, Interrupted, Pace
 from edge_dflash.decode.gaze import Gaze
 from edge_dflash.decode.logprobs import TokenLogprob, token_logprobs
 from edge_dflash.decode.options import Request
-from edge_dflash.decode.sampling import choose
+from edge_dflash.decode.sampling import GREEDY, choose
 from edge_dflash.decode.session import Session
-from edge_dflash.decode.steering import Steered
+from edge_dflash.decode.steering import Steered, Told
+from edge_dflash.errors import BackendError
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,17 @@ class Step:
     logprobs: tuple[TokenLogprob, ...] = ()  # of each token, if they were asked for
     drafts: int = 0  # verified
     accepted: int = 0  # of them, though fewer may be among the tokens
+    told: bool = False  # a part of the prompt was verified, for its log-probabilities
+    prompt: tuple[TokenLogprob, ...] = ()  # of the whole prompt, with the first step, if they were asked for
 
     @property
     def chunk(self) -> bool:
         """Whether a part of the prompt was computed, and more of it comes."""
-        return not self.tokens and self.finish_reason is None
+        return not self.tokens and self.finish_reason is None and not self.first
 
 
 NO_TOKENS = Step((), None)  # a chunk of a prompt, or other work that delivers nothing, was done
+TOLD = Step((), None, told=True)
 
 DecodeSteps: TypeAlias = Generator[Step | Asked, Any, None]
 """Steps of a request, and between them each cycle that it asks for: it is sent what the backend found."""
@@ -66,7 +71,7 @@ def decode_steps(session: Session, request: Request, controls: Controls = NO_CON
     """
     answer, backend = _Answer(session, request, controls), session.backend
     pace = answer.pace
-    prompt, chunk, entered, seconds = request.prompt, backend.shape.prefill_chunk, False, 0.0
+    prompt, chunk, entered, seconds = request.filled, backend.shape.prefill_chunk, False, 0.0
     done = session.begin(request)
     gaze = Gaze(request.pictured, backend, session.manager.seen) if request.pictures else None
     try:
@@ -94,7 +99,10 @@ def decode_steps(session: Session, request: Request, controls: Controls = NO_CON
                 return
             if not entered:  # others may have used the lanes
                 done = session.begin(request, again=True)
-        yield answer.first(rows, lane, seconds)
+        if request.options.prompt_logprobs:
+            yield from answer.prompt(rows, lane, seconds)
+        else:
+            yield answer.first(rows, lane, seconds)
         while answer.reason is None and session.answers(request):
             yield from answer.cycle()
     except Interrupted as interrupted:  # while it waited for the grammar: nothing of this cycle was committed
@@ -128,6 +136,39 @@ class _Answer:
         self.session.advance(lane, self.tokens, first=True)
         seconds += time.perf_counter() - began
         return Step(tuple(self.tokens), self.reason, verify_seconds=seconds, first=True, logprobs=logprobs)
+
+    def prompt(self, rows: Rows, lane: int, seconds: float) -> DecodeSteps:
+        """Cycles that are told the prompt's tokens but the first, the second of which ``rows`` has the logits of.
+
+        Their log-probabilities come with the last step. Stop tokens are tokens like others here.
+        """
+        session, request, pace = self.session, self.request, self.pace
+        prompt, shape, spell = request.prompt, session.backend.shape, self.controls.spell
+        of = partial(token_logprobs, alternatives=request.options.logprobs or 0, spell=spell)
+        found = [TokenLogprob(prompt[0], math.nan, (), spell(prompt[0])), *of(rows.logits, prompt[1:2])]
+        session.advance(lane, prompt[1:2], first=True)
+        while (at := len(found)) < len(prompt):
+            yield TOLD
+            if not session.answers(request):
+                return
+            if reason := pace.refuse(self.controls, pace.told_seconds):
+                self.reason = reason
+                yield Step((), reason, verify_seconds=seconds)
+                return
+            lane, began, told = session.acquire_lane(), time.perf_counter(), prompt[at : at + shape.verify_rows]
+            steering = Told(told, shape.vocab_size)
+            cycle: Cycle = yield Asked(prompt[at - 1], GREEDY, steering, 0, True, known=told[:-1], lane=lane)
+            if cycle.tokens != told or cycle.logits is None:
+                raise BackendError(
+                    f"a row chose otherwise than it was told ({cycle.tokens}, {told}): logits are no numbers"
+                )
+            found += of(cycle.logits, told, known=cycle.logprobs)
+            session.backend.commit(len(told), lane, cycle.path)
+            session.advance(lane, told)
+            pace.record_told(took := time.perf_counter() - began)
+            seconds += took
+        self.tokens, self.reason = [prompt[-1]], None if self.budget else request.at_budget
+        yield Step((), self.reason, verify_seconds=seconds, first=True, prompt=tuple(found))
 
     def fill_seconds(self, gaze: Gaze | None, done: int) -> float:
         """Estimate for what the prompt lacks: its tokens in chunks, and the pictures among them that were not seen."""

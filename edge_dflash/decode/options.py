@@ -46,6 +46,7 @@ class PlanOptions(TypedDict, total=False):
     seed: int
     stop: str | Sequence[str]
     logprobs: int | None
+    prompt_logprobs: bool
     priority: int
     caller: str
 
@@ -135,7 +136,7 @@ class Options:
         "End in so many seconds, waiting in the queue included, with what is there by then.", flag="SECONDS",
     )  # fmt: skip
     max_new_tokens: int | None = option(
-        None, rules.whole(1).or_none(), "Token budget; without it, what the context holds.", flag="N"
+        None, rules.whole(0).or_none(), "Token budget; without it, what the context holds.", flag="N"
     )
     temperature: float = option(
         0.0, rules.number(0), "0, and below 0.0001, takes the best token each time.", flag="T", recorded=True
@@ -154,6 +155,9 @@ class Options:
     logprobs: int | None = option(
         None, _LOGPROBS.or_none(), "Say how likely each token was, next to N others; 0: it alone.", flag="N"
     )
+    prompt_logprobs: bool = option(
+        False, FLAG, "Say it of the prompt's tokens, too (with logprobs); a budget of 0 then makes no answer."
+    )
     priority: int = option(0, rules.whole(-100, 100), "Requests of a higher one go first.", http=True)
     caller: str = option(
         "", TEXT, "Callers of one priority take turns; ACCOUNT/NAME: so do accounts, then their callers.", http=True
@@ -164,6 +168,12 @@ class Options:
         for name, value in rules.checked(RULES, {name: getattr(self, name) for name in RULES}).items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "temperature", self.sampling.temperature)  # refuses bad values
+        if self.prompt_logprobs and self.logprobs is None:
+            raise RequestError("prompt_logprobs is given without logprobs; give logprobs too, 0 to 20 alternatives")
+        if self.max_new_tokens == 0 and not self.prompt_logprobs:
+            raise RequestError(
+                "max_new_tokens is 0; give a whole number of at least 1, or prompt_logprobs, which needs no answer"
+            )
         if len(given := [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]) > 1:
             raise RequestError(f"{' and '.join(given)} are given; give one of schema, regex and grammar")
         if self.grammar is not None and self.tools and self.tool_choice == "auto" and "<tool_call>" not in self.grammar:
@@ -245,6 +255,11 @@ class Request:
         return Pictured(self.prompt, self.pictures)
 
     @property
+    def filled(self) -> tuple[int, ...]:
+        """What prefill computes of the prompt: all, or the first token where cycles verify the rest for its logits."""
+        return self.prompt[:1] if self.options.prompt_logprobs else self.prompt
+
+    @property
     def identities(self) -> tuple[int, ...]:
         """What prompts are compared by: see :attr:`~edge_dflash.pictures.pictured.Pictured.identities`."""
         return self.pictured.identities if self.pictures else self.prompt
@@ -276,6 +291,11 @@ def admit(
     if pictures:
         check_pictures(Pictured(prompt, tuple(pictures)), shape.image_token_id)
     used = len(prompt)
+    if options.prompt_logprobs:
+        keep = ()
+        if pictures or used == 1:
+            what = "shows images" if pictures else "is one token, which nothing comes before"
+            raise RequestError(f"prompt_logprobs is given and the prompt {what}; give text of at least two tokens")
     if odd := [at for at in keep if not 0 < at < used]:
         raise RequestError(f"keep names length {odd[0]} of a prompt of {used}; give 1 to {used - 1}")
     room = shape.usable_context - used
@@ -293,6 +313,13 @@ def admit(
         options = replace(options, speculative=False)
     at_budget: FinishReason = "context" if wanted is None else "length"
     return Request(
-        *(tuple(prompt), options, tuple(stop_token_ids), wanted or room, at_budget, tuple(sorted(keep))),
+        *(
+            tuple(prompt),
+            options,
+            tuple(stop_token_ids),
+            room if wanted is None else wanted,
+            at_budget,
+            tuple(sorted(keep)),
+        ),
         pictures=tuple(pictures),
     )

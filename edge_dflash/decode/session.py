@@ -101,7 +101,9 @@ class Session:
         ``again``: others may have used the lanes since the first time, and no chunk was computed.
         """
         self._check_open()
-        self.reuse, snapshot = self.manager.find(self, request.identities, counted=not again)
+        scored = request.options.prompt_logprobs  # all of it is computed
+        known = request.filled if scored else request.identities
+        self.reuse, snapshot = self.manager.find(self, known, counted=not again and not scored)
         self._request, self._initial, self._chunked = request, (snapshot,), 0
         self.cuts = (*self._stored_lengths(request), *((len(request.prompt) - 1,) if self.forks else ()))
         return self.reuse.tokens
@@ -146,7 +148,7 @@ class Session:
         """Take over what a step delivers; the ``first`` brings its prompt, which replaces what was there."""
         if first:
             assert self._request is not None
-            self._tokens, self.pictures, self._chunked = list(self._request.prompt), self._request.pictures, 0
+            self._tokens, self.pictures, self._chunked = list(self._request.filled), self._request.pictures, 0
         self._tokens.extend(tokens)
         self._settle()
         self.manager.lanes.assign(self, lane)

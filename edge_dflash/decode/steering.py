@@ -117,6 +117,31 @@ class Steered:
             self._thinking.commit(tokens)
 
 
+class Told:
+    """Tells a cycle the tokens that follow (:class:`~edge_dflash.decode.backend.Steering`): each row has one choice."""
+
+    tolerant = False
+
+    def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
+        """``tokens``: after the anchor; the cycle verifies all but the last of them as ``Asked.known``."""
+        self._tokens, self._words = tokens, (vocab_size + 31) // 32
+
+    def drafts(self, rows: Rows, position: int) -> list[int]:
+        """No drafter is asked."""
+        return list(self._tokens[:-1])
+
+    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
+        """One token for each row."""
+        masks = np.zeros((len(self._tokens), self._words), np.uint32)
+        for mask, token in zip(masks, self._tokens, strict=True):
+            mask[token // 32] = 1 << token % 32
+        return list(masks)
+
+    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
+        """All drafts are the choices."""
+        return []
+
+
 INNER = -1
 """The state of :class:`_Around` in which the inner constraint holds."""
 

@@ -84,12 +84,12 @@ class AnswerReader:
     def __call__(self, step: Step) -> Increment:
         """The increment of the next step."""
         if self._stream is None:
-            return Increment(None, step.tokens, logprobs=step.logprobs)
+            return Increment(None, step.tokens, logprobs=step.logprobs, prompt_logprobs=step.prompt)
         piece = self._before_stop(self._stream.add(step.tokens), last=False)
         if step.finish_reason is not None:
             piece += self._before_stop(self._stream.finish(), last=True)
         self.answer += piece
-        return Increment(piece.content, step.tokens, piece.thinking, piece.tool_calls, step.logprobs)
+        return Increment(piece.content, step.tokens, piece.thinking, piece.tool_calls, step.logprobs, step.prompt)
 
     def _before_stop(self, piece: Answer, *, last: bool) -> Answer:
         if self._cut or not self._stops:

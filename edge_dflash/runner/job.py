@@ -126,11 +126,12 @@ class Job:
 
     def take(self, step: Step) -> None:
         """A step, committed; it is given to who waits unless it only computed a part of the prompt."""
-        self.served, self.prompting = time.perf_counter(), step.chunk
+        self.served, self.prompting = time.perf_counter(), step.chunk and not step.told
         if step.chunk:
             return
         if step.first:
-            self._first_token, self._reused = self.served, self._session.reuse.tokens
+            self._first_token = 0.0 if step.finish_reason and not step.tokens else self.served
+            self._reused = self._session.reuse.tokens
         self._made.append(step)
         self.ticket.add(step)
 
@@ -193,6 +194,7 @@ class Job:
             lossy=request.relaxation is not None,
             relaxed_tokens=made.relaxed,
             logprobs=tuple(one for step in self._made for one in step.logprobs),
+            prompt_logprobs=tuple(one for step in self._made for one in step.prompt),
             drafting=made.drafting,
             seed=options.seed,
         )

@@ -46,6 +46,8 @@ class LocalPlanning(Planning[C]):
                 f"seed is {options.seed} for {n} candidates, which draw with it and the {n - 1} after it; "
                 f"give 0 to 2**64 - {n}"
             )
+        if n > 1 and options.prompt_logprobs:
+            raise RequestError(f"n is {n} with prompt_logprobs; give 1, or leave prompt_logprobs out")
         request = self._preparer.prepare(task, options, began, unwanted)
         seeds = (replace(request.options, seed=options.seed + index) for index in range(1, n))
         requests = [request, *(replace(request, options=one) for one in seeds)]

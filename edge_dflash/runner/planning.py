@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, Unpack
+from dataclasses import replace
+from typing import Any, Generic, TypeVar, Unpack, overload
 
 from edge_dflash.common import rules
 from edge_dflash.decode.options import Options, PlanOptions
-from edge_dflash.errors import RequestError
-from edge_dflash.result import Plan
+from edge_dflash.decode.shape import MOST_LANES
+from edge_dflash.errors import QueueFullError, RequestError
+from edge_dflash.result import Plan, Score
 from edge_dflash.runner import candidates
 from edge_dflash.runner.astream import AsyncPlanStream, Unwanted, apart
 from edge_dflash.runner.candidates import Rank
 from edge_dflash.runner.stream import PlanStream
-from edge_dflash.text.prompt import Task
+from edge_dflash.text.prompt import Task, as_messages
+from edge_dflash.text.template import Message
 
 S = TypeVar("S")
 
@@ -35,6 +39,10 @@ class Planning(Generic[S]):
     """What every planner offers, made of one way to ask it; ``S`` is its conversation."""
 
     _submit: Callable[[Any], object]  # queues the request of the first of the streams that were prepared together
+
+    def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
+        """Token ids of a task. Raises RequestError when it is of another kind, empty, or cannot be turned into ids."""
+        raise NotImplementedError
 
     def _ask(
         self, task: Task, session: S | None, options: Options, began: float, n: int = 1, unwanted: Unwanted = never
@@ -129,6 +137,61 @@ class Planning(Generic[S]):
         n, _ = _checked(n, None, session)
         return tuple(self._begin(task, session, chosen, n, unwanted))
 
+    @overload
+    def score(
+        self, task: Task, *, logprobs: int = 0, deadline: float | None = None, priority: int = 0, caller: str = ""
+    ) -> Score: ...
+
+    @overload
+    def score(
+        self,
+        task: list[str] | list[list[int]] | list[list[Message]],
+        *,
+        logprobs: int = 0,
+        deadline: float | None = None,
+        priority: int = 0,
+        caller: str = "",
+    ) -> list[Score]: ...
+
+    def score(
+        self, task: Any, *, logprobs: int = 0, deadline: float | None = None, priority: int = 0, caller: str = ""
+    ) -> Score | list[Score]:
+        """How likely the model holds each token of a text, messages or ids; of a list of such, a list over the lanes.
+
+        A text is used as it is, control tokens by name; messages as the chat template writes them, up to where the
+        answer begins. ``logprobs``: as many likelier tokens are told next to each (0 to 20). Each is an ordinary
+        request: its values are the same alone and next to others. ``deadline`` is that of all.
+
+        Raises RequestError for bad input, images and less than two tokens, ContextError for what does not fit,
+        QueueFullError, and RequestCancelledError where the deadline, or a close, came before the end.
+        """
+        began, several = time.perf_counter(), _several(task)
+        asked = Options.of({"logprobs": logprobs, "deadline": deadline, "priority": priority, "caller": caller})
+        asked = replace(asked, prompt_logprobs=True, max_new_tokens=0)
+        left, running, scores = deque(task if several else [task]), deque[PlanStream](), list[Score]()
+        try:
+            while left or running:
+                try:
+                    while left and len(running) < MOST_LANES:
+                        running += self._scoring(left[0], asked, began)
+                        left.popleft()
+                except QueueFullError:
+                    if not running:
+                        raise
+                scores.append(Score.of(running.popleft().plan))
+        finally:
+            for stream in running:
+                stream.cancel()
+        return scores if several else scores[0]
+
+    def _scoring(self, task: Task, asked: Options, began: float) -> Sequence[PlanStream]:
+        """Queue one text; ``began``: time.perf_counter() from which the deadline counts."""
+        if asked.deadline is not None:
+            asked = replace(asked, deadline=max(0.0, began + asked.deadline - time.perf_counter()))
+        if not isinstance(task, str) and as_messages(task) is not None:
+            task = self.encode(task)
+        return self._begin(task, None, replace(asked, raw=isinstance(task, str)))
+
     async def aplan(
         self,
         task: Task,
@@ -183,6 +246,12 @@ class Conversing:
     def astream(self, task: Task, **options: Unpack[PlanOptions]) -> AsyncPlanStream:
         """:meth:`stream` for asyncio."""
         return self._planner.astream(task, session=self, **options)
+
+
+def _several(task: object) -> bool:
+    """Whether it is a list of tasks, which are sequences; messages and ids are none."""
+    listed = isinstance(task, list | tuple) and len(task) > 0
+    return listed and all(isinstance(one, Sequence) and not isinstance(one, bytes) for one in task)  # type: ignore[attr-defined]
 
 
 def _checked(n: int, rank: Rank | None, session: object) -> tuple[int, Rank | None]:

@@ -14,6 +14,7 @@ from edge_dflash.decode.controls import Controls, Interrupted, Pace, Patience
 from edge_dflash.decode.grammar.compiled import Grammar
 from edge_dflash.decode.options import Options, Request, admit
 from edge_dflash.decode.shape import PairShape
+from edge_dflash.errors import RequestError
 from edge_dflash.result import Plan
 from edge_dflash.runner.answer import StopFinder
 from edge_dflash.runner.form import constraint_of, ends_of_form, form_of
@@ -91,6 +92,8 @@ class Preparer:
         for it any more. Raises RequestError and ContextError for what cannot run, QueueFullError while an image waits
         for memory and there is no room in the queue.
         """
+        if known is not None and options.prompt_logprobs:
+            raise RequestError("prompt_logprobs is given in a session, which computes what is new; ask without session")
         patience = Patience(None if options.deadline is None else began + options.deadline, unwanted)
         ended: Ended | None = None
         form, constrained = None, options.constrained
@@ -115,7 +118,7 @@ class Preparer:
             except Interrupted as interrupted:
                 ended = interrupted.reason
         record = None
-        if self.recorder is not None and not prompt.pictures and ended is None:
+        if self.recorder is not None and not (prompt.pictures or ended or options.prompt_logprobs):
             record = self.recorder.of(prompt.said, options)
         return Prepared(
             **vars(admitted),

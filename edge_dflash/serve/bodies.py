@@ -237,7 +237,7 @@ _NEUTRAL: dict[str, dict[str, Sequence[Any]]] = {
             "spaces_between_special_tokens": [True, False],
         },
     },
-    "an answer has no prompt": {"echo": [False], "prompt_logprobs": []},
+    "an answer has no prompt": {"prompt_logprobs": []},
     "nothing is stored": {"store": [False]},
     "there is one tier": {"service_tier": ["auto", "default"]},
     "answers are text": {"modalities": [["text"]]},
@@ -256,6 +256,13 @@ NEUTRAL = {
 }
 
 
+BUDGETS = ("max_tokens", "max_completion_tokens")
+_SOME_ANSWER = [  # a budget of 0 is for a prompt that is echoed with log-probabilities
+    {"properties": {name: {"not": {"const": 0}} for name in BUDGETS}},
+    {"required": ["echo", "logprobs"], "properties": {"echo": {"const": True}, "logprobs": {"type": "integer"}}},
+]
+
+
 def _answer(new_tokens: int) -> dict[str, ValueReader]:
     budget = whole(1, new_tokens or 2**31)
     return {
@@ -267,8 +274,7 @@ def _answer(new_tokens: int) -> dict[str, ValueReader]:
         "top_p": number(0, 1),
         "top_k": whole(-1, 2**31),  # -1 and 0: no limit
         "seed": whole(-(2**63), 2**64 - 1),
-        "max_tokens": budget,
-        "max_completion_tokens": budget,
+        **dict.fromkeys(BUDGETS, budget),
         "stop": STOP,
         "n": whole(1, MOST_CANDIDATES),
         "user": TEXT,
@@ -287,6 +293,7 @@ def chat(new_tokens: int) -> Object:
         "tools": Items(_TOOL),
         "tool_choice": _CHOICE,
         "parallel_tool_calls": FLAG,
+        "echo": only("an answer has no prompt; leave it out", False),
         "functions": only("give tools instead"),
         "function_call": only("give tool_choice instead"),
         "logprobs": FLAG,
@@ -304,7 +311,9 @@ def completion(new_tokens: int) -> Object:
     fields: dict[str, ValueReader] = {
         "prompt": PROMPT,
         "suffix": only("text behind the answer cannot be given", ""),
+        "echo": FLAG,
         "logprobs": whole(0, MOST_ALTERNATIVES),
         "top_logprobs": only("a completion has logprobs as a number of alternatives; leave it out", 0),
     }
-    return Body({**fields, **_answer(new_tokens)}, {"prompt": _PROMPT_WHY})
+    budget = dict.fromkeys(BUDGETS, whole(0, new_tokens or 2**31))
+    return Body({**fields, **_answer(new_tokens), **budget}, {"prompt": _PROMPT_WHY}, also={"anyOf": _SOME_ANSWER})

@@ -6,7 +6,7 @@ import itertools
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Never, TypeAlias, cast
 
 from edge_dflash.common.nested import Object
@@ -39,6 +39,7 @@ class Call:
     with_tokens: bool  # token ids in every piece
     budget_is_default: bool  # max_new_tokens is the service's own: less will do where the context holds less
     n: int  # choices: candidate i has the seed plus i
+    echo: bool = False  # the prompt is repeated before each answer
 
     @property
     def distinct(self) -> int:
@@ -68,7 +69,12 @@ def completion_call(body: Given, config: ServeConfig) -> Call:
     if own := given.get("edge_dflash", {}).get("thinking"):
         why = "a completion has no chat template, which opens it; send messages"
         _refuse("edge_dflash.thinking", own, why)
-    return _call(given, given["prompt"], options, config, chat=False)
+    echo, scored = given.get("echo", False), options["logprobs"] is not None
+    for name in bodies.BUDGETS:
+        if given.get(name) == 0 and not (echo and scored):
+            _refuse(name, 0, "0 is for echo with logprobs; give at least 1")
+    options["prompt_logprobs"] = echo and scored
+    return replace(_call(given, given["prompt"], options, config, chat=False), echo=echo)
 
 
 def encoded(body: Given, config: ServeConfig) -> tuple[Any, bool, bool]:

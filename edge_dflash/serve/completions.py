@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edge_dflash.errors import ContextError, EdgeDflashError
-from edge_dflash.result import Increment, Plan
+from edge_dflash.result import Increment, Plan, Score
 from edge_dflash.runner.astream import AsyncPlanStream, Unwanted, apart
 from edge_dflash.runner.stream import PlanStream
 from edge_dflash.serve import bodies
@@ -131,6 +131,8 @@ class Running:
             if (tokenizer := planner.tokenizer) is None:
                 raise Refusal("this model has no tokenizer; give token ids as the prompt", param="prompt")
             task = tokenizer.encode(task) if call.options.get("raw") else tokenizer.encode_text(task)
+        if call.echo and (tokenizer := planner.tokenizer) is not None:
+            self._writer.echo = call.task if isinstance(call.task, str) else tokenizer.decode(task)
         if call.chat and session is not None:
             check_results(task, session.messages)
         options = call.options.copy()
@@ -159,7 +161,7 @@ class Running:
         plans, details = await self._finish()
         self._note(plans[0].finish_reason)
         made = partial(self._writer.whole, plans, details)
-        small = sum(len(plan.tokens) for plan in plans) < SMALL
+        small = sum(len(plan.tokens) + len(plan.prompt_logprobs) for plan in plans) < SMALL
         return json_response(made()) if small else await self._service.written(made)
 
     async def _events(self, send: Send) -> None:
@@ -199,6 +201,8 @@ class Running:
         """A plan for each choice, counted, the session saved where that is wanted every turn; what is told of it."""
         service, plans = self._service, [await stream.result() for stream in self._streams]
         joules, session_error = self._count(plans), None
+        if self._call.options.get("prompt_logprobs"):
+            _ = [Score.of(plan) for plan in plans]  # half a prompt's would be read as a whole one's
         if self._call.session is not None and plans[0].tokens and service.config.sessions.save == "turn":
             try:
                 await service.on_thread(partial(self._sessions.save, self._call.session))

@@ -62,7 +62,7 @@ class Metrics:
             return Histogram(f"edge_dflash_{name}", text, labels, registry=registry, buckets=tuple(buckets))
 
         self.requests = counter("requests", "Requests that ended, by endpoint and outcome.", "endpoint", "outcome")
-        self.tokens = counter("tokens", "Tokens: of prompts, of those not computed again, generated.", "kind")
+        self.tokens = counter("tokens", "Tokens: of prompts, of those not computed again or scored, generated.", "kind")
         self.drafted = counter("drafted_tokens", "Drafts that were verified, by place in the block.", "position")
         self.accepted = counter("accepted_tokens", "Drafts that were accepted, by place in the block.", "position")
         self.disconnects = counter("disconnects", "Clients that left before the end of their answer.")
@@ -140,6 +140,7 @@ class Metrics:
             self.first_token.observe(plan.timings.first_token_seconds)
         self.tokens.labels("prompt").inc(plan.prompt_tokens)
         self.tokens.labels("reused").inc(plan.reused_tokens)
+        self.tokens.labels("scored").inc(len(plan.prompt_logprobs))
 
     def text(self) -> bytes:
         """All of it, as Prometheus reads it."""

@@ -5,6 +5,7 @@ SCHEMAS says so to the document of the API; tests compare it with answers, in bo
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -35,6 +36,7 @@ class Writer:
             "model": model,
             "system_fingerprint": fingerprint,
         }
+        self.echo = ""  # what each completion begins with
         self._calls = [0] * call.n  # tool calls of each choice so far
         self._characters = [0] * call.n  # begun by its tokens so far, whose log-probabilities were written
 
@@ -47,14 +49,17 @@ class Writer:
         return {**self._head, "choices": choices, "usage": _usage(plans), "edge_dflash": extra}
 
     def _choice(self, plan: Plan, index: int) -> dict[str, Any]:
-        said = {"message": _message(plan)} if self._call.chat else {"text": plan.text or ""}
-        logprobs = self._logprobs(plan.logprobs, index)
+        said = {"message": _message(plan)} if self._call.chat else {"text": self.echo + (plan.text or "")}
+        logprobs = self._logprobs((*plan.prompt_logprobs, *plan.logprobs), index)
         return {"index": index, "finish_reason": finish_reason(plan), "logprobs": logprobs, **said}
 
     def opening(self) -> list[dict[str, Any]]:
-        """The first chunks of a chat, one for each choice; a completion has none."""
-        said = {"delta": {"role": "assistant", "content": ""}}
-        return [self._chunk(said, index) for index in range(self._call.n)] if self._call.chat else []
+        """The first chunks, one for each choice: of a chat, or of a completion that begins with its prompt."""
+        said: dict[str, Any] = (
+            {"delta": {"role": "assistant", "content": ""}} if self._call.chat else {"text": self.echo}
+        )
+        wanted = self._call.chat or (self.echo and not self._call.options.get("prompt_logprobs"))
+        return [self._chunk(said, index) for index in range(self._call.n)] if wanted else []
 
     def piece(self, part: Increment, index: int) -> dict[str, Any] | None:
         """The chunk of an increment of a choice; None when there is nothing to say."""
@@ -70,13 +75,15 @@ class Writer:
                 ]
             choice: dict[str, Any] = {"delta": delta}
         else:
-            choice = {"text": part.text or ""}
-        choice["logprobs"] = self._logprobs(part.logprobs, index) if part.logprobs else None
+            choice = {"text": self.echo if part.prompt_logprobs else part.text or ""}
+        found = part.prompt_logprobs or part.logprobs
+        choice["logprobs"] = self._logprobs(found, index) if found else None
         if not any(choice.values()) and not (self._call.with_tokens and part.tokens):
             return None
         made = self._chunk(choice, index)
         if self._call.with_tokens:
-            made["edge_dflash"] = {"tokens": list(part.tokens)}
+            echo = {"echo": True} if part.prompt_logprobs else {}
+            made["edge_dflash"] = {"tokens": list(part.tokens), **echo}
         return made
 
     def closing(self, plans: Sequence[Plan], details: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -107,7 +114,7 @@ class Writer:
         lists = {
             "tokens": [_text(one) for one in found],
             "token_logprobs": [_number(one) for one in found],
-            "top_logprobs": [_by_text(one.top) for one in found],
+            "top_logprobs": [None if one.logprob is math.nan else _by_text(one.top) for one in found],
             "text_offset": [self._offset(one, index) for one in found],
         }
         return {**lists, "content": entries} if self._call.with_tokens else lists
@@ -172,9 +179,9 @@ def _continues(byte: int) -> bool:
     return byte & 0xC0 == 0x80
 
 
-def _by_text(top: Sequence[TokenLogprob]) -> dict[str, float]:
+def _by_text(top: Sequence[TokenLogprob]) -> dict[str, float | None]:
     """The likeliest of several tokens that have the same text."""
-    found: dict[str, float] = {}
+    found: dict[str, float | None] = {}
     for one in top:
         found.setdefault(_text(one), _number(one))
     return found
@@ -184,8 +191,9 @@ def _text(one: TokenLogprob) -> str:
     return f"token_id:{one.token}" if one.text is None else one.text.decode(errors="replace")
 
 
-def _number(one: TokenLogprob) -> float:
-    return one.logprob if one.logprob >= LEAST else LEAST  # NaN, too
+def _number(one: TokenLogprob) -> float | None:
+    """None for the first token of a prompt; LEAST for another NaN, too."""
+    return None if one.logprob is math.nan else one.logprob if one.logprob >= LEAST else LEAST
 
 
 # Schemas --------------------------------------------------------------------------------------------------------------
@@ -237,13 +245,14 @@ _DELTA: Schema = {
     "additionalProperties": False,
 }
 _TOKEN: Schema = {"token": STRING, "logprob": NUMBER, "bytes": or_null(IDS)}
+_SCORED = {**_TOKEN, "logprob": or_null(NUMBER)}  # null: of a prompt's first token
 _ENTRY = exactly({"token_id": COUNT}, **_TOKEN, top_logprobs=list_of(exactly({"token_id": COUNT}, **_TOKEN)))
 _CHAT_LOGPROBS = exactly(content=list_of(_ENTRY), refusal={"type": "null"})
 _LOGPROBS = exactly(
-    {"content": list_of(_ENTRY)},
+    {"content": list_of(exactly({"token_id": COUNT}, **_SCORED, top_logprobs=_ENTRY["properties"]["top_logprobs"]))},
     tokens=list_of(STRING),
-    token_logprobs=list_of(NUMBER),
-    top_logprobs=list_of({"type": "object", "additionalProperties": NUMBER}),
+    token_logprobs=list_of(or_null(NUMBER)),
+    top_logprobs=list_of(or_null({"type": "object", "additionalProperties": NUMBER})),
     text_offset=IDS,
 )
 
@@ -259,7 +268,7 @@ def _completion(kind: str, choice: Schema, optional: Schema | None = None, **mor
 
 def _chunk(kind: str, choice: Schema) -> Schema:
     """A chunk: a piece, the end, or the usage."""
-    extra = {"anyOf": [exactly({"tokens": IDS}), ref("Extension")]}
+    extra = {"anyOf": [exactly({"echo": {"const": True}}, tokens=IDS), ref("Extension")]}
     choice = {**choice, "finish_reason": or_null(_REASON)}
     return _completion(kind, choice, {"usage": or_null(ref("Usage")), "edge_dflash": extra})
 

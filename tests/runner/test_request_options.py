@@ -39,6 +39,7 @@ BAD = {
     "speculative": FLAG,
     "draft_confidence": (*REAL, -0.1, 1.1, NAN, INF),
     "tool_choice": (None, 5, {"type": "function"}, b"auto"),
+    "prompt_logprobs": (0, "yes", None, NAN),
     "logprobs": (-1, 21, 1.5, True, "5", NAN, [1]),
     "priority": ("high", None, 1.5, True, -101, 101, NAN),
     "caller": (None, 5, [1], b"me"),

@@ -201,7 +201,7 @@ class NativeBackend:
             raise BackendError(f"lanes {[one.lane for one in asked]} are asked for together; each can be once")
         for one in asked:
             self.check_ids([one.anchor])
-            self._check_room(one.lane, self._shape.verify_rows if one.drafting else 1)
+            self._check_room(one.lane, self._shape.verify_rows if one.drafting or one.known else 1)
         widest, found = max(self.graphs), dict[int, Outcome]()  # by lane
         joint = [one for one in asked if not _tolerant(one)]
         parts = [joint[first : first + widest] for first in range(0, len(joint), widest)]

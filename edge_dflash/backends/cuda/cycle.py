@@ -46,7 +46,8 @@ class DeviceCycle:
         self._graphs = backend.graphs[min(slots for slots in backend.graphs if slots >= len(asked))]
         self._lanes = backend.slots.arrange([one.lane for one in asked], self._graphs.slots)  # below 0: an idle slot
         self._parts = [
-            _Part(one, at := backend.lane(one.lane), self._lanes.index(one.lane), at.words.length + 1) for one in asked
+            _Part(one, at := backend.lane(one.lane), self._lanes.index(one.lane), at.words.length + 1, list(one.known))
+            for one in asked
         ]
         self._drafting = backend.shape.drafts > 0 and any(one.drafting for one in asked)
 
