@@ -132,7 +132,8 @@ class Running:
                 raise Refusal("this model has no tokenizer; give token ids as the prompt", param="prompt")
             task = tokenizer.encode(task) if call.options.get("raw") else tokenizer.encode_text(task)
         if call.echo and (tokenizer := planner.tokenizer) is not None:
-            self._writer.echo = call.task if isinstance(call.task, str) else tokenizer.decode(task)
+            spelled = b"".join(tokenizer.token_bytes(one) or b"" for one in task)
+            self._writer.echo = call.task if isinstance(call.task, str) else spelled.decode(errors="replace")
         if call.chat and session is not None:
             check_results(task, session.messages)
         options = call.options.copy()

@@ -268,7 +268,8 @@ def _completion(kind: str, choice: Schema, optional: Schema | None = None, **mor
 
 def _chunk(kind: str, choice: Schema) -> Schema:
     """A chunk: a piece, the end, or the usage."""
-    extra = {"anyOf": [exactly({"echo": {"const": True}}, tokens=IDS), ref("Extension")]}
+    chat = kind == "chat.completion.chunk"
+    extra = {"anyOf": [exactly(None if chat else {"echo": {"const": True}}, tokens=IDS), ref("Extension")]}
     choice = {**choice, "finish_reason": or_null(_REASON)}
     return _completion(kind, choice, {"usage": or_null(ref("Usage")), "edge_dflash": extra})
 

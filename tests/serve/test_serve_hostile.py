@@ -151,7 +151,14 @@ def test_what_the_planner_refuses_is_refused(client, change):
 
 
 def test_odd_parameters_of_completions(client):
-    for change in ({"echo": True}, {"best_of": 2}, {"suffix": "x"}, {"messages": HELLO}, {"prompt": [10**6]}):
+    for change in (
+        {"echo": 1},
+        {"max_tokens": 0},
+        {"best_of": 2},
+        {"suffix": "x"},
+        {"messages": HELLO},
+        {"prompt": [10**6]},
+    ):
         refused(client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, **change}))
 
 

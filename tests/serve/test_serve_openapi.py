@@ -183,6 +183,9 @@ def test_answers_are_as_it_says(tmp_path):
             text = {"prompt": "a b", "max_tokens": 4}
             checked(client.post(COMPLETIONS, json=text), "post", COMPLETIONS)
             streamed(client, COMPLETIONS, text)
+            echo = {**text, "max_tokens": 0, "echo": True, "logprobs": 1, "edge_dflash": {"tokens": True}}
+            seen |= set(keys_in(checked(client.post(COMPLETIONS, json=echo), "post", COMPLETIONS)))
+            seen |= set(keys_in(streamed(client, COMPLETIONS, echo)))
         service.close()
     documented = {key for name in ("ChatCompletion", "ChatCompletionChunk", "Extension", "Usage")
                   for key in keys_of(DOCUMENT["components"]["schemas"][name])}  # fmt: skip
