@@ -38,6 +38,7 @@ PUBLIC = [
     "RemoteSession",
     "RequestCancelledError",
     "RequestError",
+    "Score",
     "ServiceError",
     "StorageError",
     "TokenLogprob",
