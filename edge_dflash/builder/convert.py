@@ -32,14 +32,19 @@ from edge_dflash.weights.formats import (
     WideWeight,
 )
 from edge_dflash.weights.layout import Repacked, Words, pack, row_blocks, shared_part
-from edge_dflash.weights.quantize import ENCODERS, absmax, dequantize, fused_group, quantize_nvfp4, wide_tensor
+from edge_dflash.weights.quantize import ENCODERS, Chooser, absmax, dequantize, fused_group, quantize_nvfp4, wide_tensor
 from edge_dflash.weights.safetensors import forget_pages
 from edge_dflash.weights.stacks import ExpertStack, Stack
 
 ROW_BLOCK = 8 << 20  # bytes of a wide matrix that one call reads
 AHEAD = 4  # blocks of rows that are repacked while the one before them is written
 Converter: TypeAlias = "partial[dict[str, Weight]]"  # convert, but for names and run
+Choose: TypeAlias = Callable[[str], Chooser | None]  # by a weight's name; None: block scales of max / 6
 Run: TypeAlias = Callable[[Callable[[slice], float], Iterable[slice]], Iterable[float]]
+
+
+def by_max(name: str) -> None:
+    """The block scales of every weight are those of max / 6."""
 
 
 @contextmanager
@@ -62,13 +67,14 @@ def weight_tensors(
     words: Words = "shared",
     *,
     again: bool = False,
+    choose: Choose = by_max,
 ) -> list[Tensor]:
     """Tensors of one weight file; a stack is converted and repacked when its bytes are asked for, one at a time.
 
     Raises CheckpointError and BuildError as :func:`convert`.
     """
-    weights = convert(store, part.names, formats, input_scales, pool.map, again=again)
-    make = partial(convert, store, formats=formats, input_scales={}, again=again)
+    weights = convert(store, part.names, formats, input_scales, pool.map, again=again, choose=choose)
+    make = partial(convert, store, formats=formats, input_scales={}, again=again, choose=choose)
     single = sorted((t for name, weight in weights.items() for t in whole(name, weight)), key=wide_first)
     stacks = [tensor for stack in part.stacks for tensor in _stack_tensors(stack, make, pool, words)]
     split = sum(tensor.kind == "F32" for tensor in single)  # two-byte vectors come last: scales stay aligned
@@ -83,12 +89,13 @@ def convert(
     run: Run = map,
     *,
     again: bool = False,
+    choose: Choose = by_max,
 ) -> dict[str, Weight]:
     """Weights ``names`` in their formats, in the order given; all members of a fused group must be among the names.
 
     ``input_scales`` are the W4A4 activation scales; other NVFP4 weights lose theirs, so that their inputs stay wide.
     ``run`` is :func:`map` or the ``map`` of an executor; its calls work on different rows. ``again``: FP8 weights may
-    be rounded a second time, to NVFP4.
+    be rounded a second time, to NVFP4. ``choose``: what chooses a weight's block scales.
     Raises CheckpointError for NaN and infinity and BuildError for what cannot be quantized, naming the weight.
     """
     stored = {name: store.get(name) for name in names}
@@ -101,7 +108,7 @@ def convert(
         try:
             if weight.format != formats[name]:
                 amax = _group_amax(name, stored, formats, largest)
-                weight = _quantized(weight, formats[name], amax, run, again=again)
+                weight = _quantized(weight, formats[name], amax, choose(name), run, again=again)
         except BuildError as error:
             raise BuildError(f"{name}: {error}") from None
         if isinstance(weight, Nvfp4Weight):
@@ -151,25 +158,27 @@ def _group_amax(
     return max((largest[m] for m in members if not isinstance(stored[m], Nvfp4Weight)), default=0.0)
 
 
-def _quantized(weight: Weight, form: WeightFormat, amax: float, run: Run, *, again: bool) -> Weight:
+def _quantized(
+    weight: Weight, form: WeightFormat, amax: float, choose: Chooser | None, run: Run, *, again: bool
+) -> Weight:
     if again and form == "nvfp4" and isinstance(weight, Fp8Weight):
-        return _nvfp4(weight, amax, run)
+        return _nvfp4(weight, amax, choose, run)
     if not isinstance(weight, WideWeight):
         raise BuildError(f"stored as {weight.format}, wanted {form}: a quantized weight is not converted")
     if form == "nvfp4":
-        return _nvfp4(weight, amax, run)
+        return _nvfp4(weight, amax, choose, run)
     if form not in ENCODERS:
         raise BuildError(f"stored as {weight.format}, which is not converted to {form}")
     return ENCODERS[form](wide_tensor(weight))
 
 
-def _nvfp4(weight: WideWeight | Fp8Weight, amax: float, run: Run) -> Nvfp4Weight:
+def _nvfp4(weight: WideWeight | Fp8Weight, amax: float, choose: Chooser | None, run: Run) -> Nvfp4Weight:
     """NVFP4 in blocks of rows: with a given amax a row's codes depend on that row only."""
     n, k = weight.shape
     packed, block_scale = np.empty((n, k // 2), np.uint8), np.empty((n, k // BLOCK), np.uint8)
 
     def block(rows: slice) -> float:
-        part = quantize_nvfp4(_values(weight, rows), amax)
+        part = quantize_nvfp4(_values(weight, rows), amax, choose)
         packed[rows], block_scale[rows] = part.packed, part.block_scale
         forget_pages(weight.data[rows])
         return part.global_scale

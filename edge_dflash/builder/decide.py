@@ -23,8 +23,8 @@ from edge_dflash.board.profiles import largest_board, named_arch
 from edge_dflash.builder.card import DrafterCard, read_card
 from edge_dflash.builder.engines import decide_engines, expanded_weights
 from edge_dflash.builder.journal import check_free, check_space
-from edge_dflash.builder.scales import ScaleDecisions, decide_scales
-from edge_dflash.bundle.manifest import EngineFiles, FileEntry, Manifest, SourceFile
+from edge_dflash.builder.scales import ScaleDecisions, decide_scales, rounded_weights
+from edge_dflash.bundle.manifest import EngineFiles, FileEntry, Manifest, RoundingUse, SourceFile
 from edge_dflash.bundle.parts import Part, bundle_parts, stack_bytes
 from edge_dflash.checks.footprint import read_bytes
 from edge_dflash.checks.inspect import default_chunk, prefill_ms
@@ -42,8 +42,8 @@ from edge_dflash.text.files import TOKENIZER_FILES, read_object, read_templates,
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.version import __version__
 from edge_dflash.weights.checkpoint import PairCheckpoint, checkpoint_pair
-from edge_dflash.weights.formats import FORMATS, TIED, Nvfp4Weight, WeightFormat, WeightStore, read_as
-from edge_dflash.weights.recipe import Recipe, default_recipe, load_recipe
+from edge_dflash.weights.formats import FORMATS, QUANTIZED, TIED, Nvfp4Weight, WeightFormat, WeightStore, read_as
+from edge_dflash.weights.recipe import Recipe, Rounding, default_recipe, load_recipe
 
 BOTH = ("native", "tensorrt")
 CREATED_BY = f"edge-dflash {__version__}"
@@ -244,6 +244,7 @@ class BuildConfig:
     lanes: int | None = None  # sequences that are decoded at once
     text_only: bool = False  # leave the target's vision tower out
     force: bool = False  # replace a bundle that is already at ``output``
+    rounding: Rounding | None = None  # how NVFP4 block scales are chosen; None: as the recipe says
     resume: str | None = None  # what is to be done again after an interrupt; None: :attr:`command`
 
     @property
@@ -254,6 +255,7 @@ class BuildConfig:
         for flag, value in (
             ("--backend", self.backend),
             ("--recipe", self.recipe),
+            ("--rounding", self.rounding),
             ("--max-context", self.max_context),
             ("--prefill-chunk", self.prefill_chunk),
             ("--lanes", self.lanes),
@@ -307,7 +309,7 @@ def decide(config: BuildConfig) -> Decisions:
 
     Raises CheckpointError, RecipeError, BackendError or BuildError, naming what was found and what is wanted.
     """
-    recipe = load_recipe(config.recipe) if config.recipe is not None else default_recipe()
+    recipe = chosen_recipe(config)
     choice = choose(config.arch, config.backend, recipe)
     check_output(config)
     pair = checkpoint_pair(config.target, config.drafter)
@@ -345,6 +347,12 @@ def decide(config: BuildConfig) -> Decisions:
     return settle(config, choice, recipe, manifest, store, tokenizer, files, inputs, warnings)
 
 
+def chosen_recipe(config: BuildConfig) -> Recipe:
+    """The recipe of a build, with what the config says in its place. Raises RecipeError."""
+    recipe = load_recipe(config.recipe) if config.recipe is not None else default_recipe()
+    return replace(recipe, rounding=config.rounding or recipe.rounding)
+
+
 def settle(
     config: BuildConfig,
     choice: Choice,
@@ -367,6 +375,11 @@ def settle(
     linked, formats, programs = linked or {}, manifest.weights, pair_programs(manifest.pair)
     allowed = config.calibrate
     scales, unmeasured = decide_scales(recipe, manifest.pair, programs, store, formats, tokenizer, allowed=allowed)
+    rounded, quantized = rounded_weights(formats, store), {form.name for form in QUANTIZED}
+    kept = sum(form in quantized and store.get(name).format == form for name, form in formats.items())
+    if recipe.rounding != "max" and (rounded or kept):
+        tokens = scales.known.tokens if scales.moments else 0
+        manifest = replace(manifest, rounding=RoundingUse(recipe.rounding, len(rounded), kept, tokens))
     store.release()
     parts = bundle_parts(programs, formats, stacked=manifest.stacked)
     written = [part for path, part in parts.items() if path not in linked]

@@ -167,9 +167,14 @@ class WorkDir:
         self._entries[name] = entry
         return entry
 
-    def finish(self, manifest: bytes) -> None:
-        """Write the manifest and rename the whole to the output. Raises BuildError when that is in the way by now."""
+    def finish(self, manifest: bytes, *dropped: str) -> None:
+        """Write the manifest, remove files that only the build needs, and rename the whole to the output.
+
+        Raises BuildError when that is in the way by now.
+        """
         check_free(self.output, force=self._force)
+        for name in dropped:
+            (self.staging / name).unlink(missing_ok=True)
         write_file(self.staging / MANIFEST, [manifest])
         for path in (*(p for p in self.staging.rglob("*") if p.is_dir()), self.staging):
             sync_path(path)

@@ -26,19 +26,20 @@ from edge_dflash.backends import SMALL_MODEL
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.builder.convert import one_thread
+from edge_dflash.builder.importance import Moments
 from edge_dflash.bundle.parts import part_of
 from edge_dflash.common.files import LARGE, parse_json, read_bytes, read_text
 from edge_dflash.common.tables import decode, encode
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError, BundleError, RequestError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.ops import Attend, Embed, KvAppend, Linear, Op
+from edge_dflash.model.ops import Attend, Embed, KvAppend, Linear, Op, SelectRows
 from edge_dflash.model.program import KvState, PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.e4m3 import E4M3_MAX
-from edge_dflash.weights.formats import Nvfp4Weight, Weight, WeightFormat, WeightStore, WideWeight
+from edge_dflash.weights.formats import Array, Nvfp4Weight, Weight, WeightFormat, WeightStore, WideWeight
 from edge_dflash.weights.quantize import GLOBAL_DIVISOR
 from edge_dflash.weights.recipe import Recipe
 
@@ -95,6 +96,7 @@ Progress = Callable[[int, int], None]  # (linear layers done, linear layers in a
 
 
 CALIBRATION = "calibration.json"
+HEAD = "target.lm_head"
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,11 @@ def calibrate(
     proposals: int = PROPOSALS,
     activations: Literal["float32", "bfloat16"] = "bfloat16",
     progress: Progress | None = None,
+    moments: Moments | None = None,
 ) -> Scales:
     """Measure the scales of every KV state, and of the inputs of ``linears``, on one sequence of ``ids``.
+
+    ``moments`` of inputs are collected on the way: of every row for the head, which computes no logits.
 
     KV: scale = margin * max|x| / 448 of K after norm and rotation and of V. Linears: sx = max|x| / 2688 (ModelOpt),
     whatever the checkpoint stores. A tensor of zeros gets 1. Raises BuildError when there are no ids, an id is outside
@@ -133,8 +138,9 @@ def calibrate(
             f"calibration got {found}, wanted ids 0..{vocabulary - 1}: give the checkpoint's own tokenizer"
         )
     programs, block = pair_programs(pair), pair.drafter.block(ids[0]) if pair.drafter else []
-    meter = _Meter(frozenset(linears), progress)
-    prefill, propose = (_measured_part(p, meter.linears) for p in (programs.prefill, programs.propose))
+    meter = _Meter(frozenset(linears), progress, moments or Moments())
+    prefill = _measured_part(_headless(programs.prefill) if HEAD in meter.moments.wanted else programs.prefill, meter)
+    propose = _measured_part(programs.propose, meter)
     starts = sorted({max(0, math.ceil(len(ids) * i / proposals) - 1) for i in range(1, proposals + 1)}, reverse=True)
     starts = starts if block else []
     meter.total = _linears(prefill) + len(starts) * _linears(propose)
@@ -143,7 +149,8 @@ def calibrate(
     precision = Precision(activations, kv=activations)
     interpreter = Interpreter(TorchWeights(rows, cache=False, row_tile=None), precision)
     memory = Memory.allocate(programs.states, len(ids) + len(block), precision, rows.kv_scale)
-    interpreter.run(prefill, rows.compact(ids), memory, observer=meter)
+    for name, hidden in interpreter.run(prefill, rows.compact(ids), memory, observer=meter).items():
+        meter.moments.add(name, hidden)
     for start in starts:  # from the end, since a block overwrites the context rows behind its start
         memory.length = start
         interpreter.run(propose, rows.compact([ids[start], *block[1:]]), memory, observer=meter)
@@ -158,14 +165,21 @@ def calibrate(
 
 
 class _Meter:
-    """Observer that keeps the largest magnitude of each measured tensor."""
+    """Observer that keeps the largest magnitude of each measured tensor, and moments."""
 
-    def __init__(self, linears: frozenset[str], progress: Progress | None) -> None:
-        self.linears, self.total = linears, 0
+    def __init__(self, linears: frozenset[str], progress: Progress | None, moments: Moments) -> None:
+        self.linears, self.moments, self.total = linears, moments, 0
         self._amax: dict[str, float] = {}
         self._done, self._progress = 0, progress
 
+    def reads(self, op: Op) -> bool:
+        """Whether the op is measured. The head never is: what it reads is a result of :func:`_headless`."""
+        if isinstance(op, Attend | KvAppend):
+            return True
+        return HEAD not in op.weights and (self.moments.reads(op) or not self.linears.isdisjoint(op.weights))
+
     def __call__(self, op: Op, role: str, values: torch.Tensor) -> None:
+        self.moments.observe(op, role, values)
         if isinstance(op, Linear):
             self._done += 1
             if self._progress is not None:
@@ -215,15 +229,21 @@ class _EmbeddingRows:
         return replace(weight, input_scale=None) if isinstance(weight, Nvfp4Weight) else weight
 
 
-def _measured_part(program: Program, linears: Collection[str]) -> Program:
-    """Return the program up to its last op that is measured."""
-    measured = [
-        i
-        for i, op in enumerate(program.ops)
-        if isinstance(op, Attend | KvAppend) or (isinstance(op, Linear) and op.weight in linears)
-    ]
+def _headless(program: Program) -> Program:
+    """The prefill pass without logits, every row of what the head would read as its result ``HEAD``."""
+    select = next(op for op in program.ops if isinstance(op, SelectRows))
+    head = next(op for op in program.ops if HEAD in op.weights)
+    ops = (op for op in program.ops if op not in (select, head))
+    every = (replace(op, inputs=select.inputs) if op.inputs == (select.output,) else op for op in ops)
+    return replace(program, ops=tuple(every), outputs={HEAD: head.inputs[0]})
+
+
+def _measured_part(program: Program, meter: _Meter) -> Program:
+    """Return the program up to its last op that is measured, or makes the result ``HEAD``."""
+    outputs = {name: tensor for name, tensor in program.outputs.items() if name == HEAD}
+    measured = [i for i, op in enumerate(program.ops) if meter.reads(op) or op.output in outputs.values()]
     last = max(measured, default=-1)
-    return replace(program, ops=program.ops[: last + 1], outputs={})
+    return replace(program, ops=program.ops[: last + 1], outputs=outputs)
 
 
 def _linears(program: Program) -> int:
@@ -237,6 +257,7 @@ class ScaleDecisions:
     known: Scales
     kv: tuple[str, ...]  # states to measure
     inputs: tuple[str, ...]  # linears to measure
+    moments: tuple[str, ...]  # linears that are rounded by the moments of their inputs
     ids: tuple[int, ...]  # calibration tokens; empty: nothing is measured
 
 
@@ -265,12 +286,13 @@ def decide_scales(
     stored = (*kv, *inputs)
     missing_kv = tuple(state for state in states if state not in kv)
     missing_inputs = tuple(name for name in linears if name not in inputs)
-    if tokenizer is not None and allowed and (missing_kv or missing_inputs):
+    moments = rounded_weights(formats, store) if recipe.rounding != "max" else ()
+    if tokenizer is not None and allowed and (missing_kv or missing_inputs or moments):
         limit = min(recipe.calibration.tokens, pair.target.max_position_embeddings - pair.rows)
         ids, refused = _prompt_ids(recipe.calibration.path, tokenizer, limit)
         digest = hashlib.sha256(read_bytes(recipe.calibration.path, LARGE)).hexdigest()
         known = Scales(kv, inputs, stored, len(ids), digest, recipe.calibration.margin)
-        return ScaleDecisions(known, missing_kv, missing_inputs, ids), refused
+        return ScaleDecisions(known, missing_kv, missing_inputs, moments, ids), refused
     why = "the target has no tokenizer.json" if tokenizer is None else "calibration is switched off"
     if missing_inputs:
         raise BuildError(
@@ -278,20 +300,36 @@ def decide_scales(
             f"{why}; calibrate, or set activations: bf16 in the recipe"
         )
     warnings = (f"FP8 scale 1.0 for the keys and values of {len(missing_kv)} layers: {why}",) if missing_kv else ()
-    return ScaleDecisions(Scales(kv, inputs, stored), (), (), ()), warnings
+    return ScaleDecisions(Scales(kv, inputs, stored), (), (), (), ()), warnings
 
 
-def measure_scales(decided: ScaleDecisions, pair: PairSpec, store: PairCheckpoint, progress: Progress) -> Scales:
-    """Run the calibration pass over ``decided.ids``. Raises BuildError."""
-    known = decided.known
+def rounded_weights(formats: Mapping[str, WeightFormat], store: WeightStore) -> tuple[str, ...]:
+    """Names of the weights that a build rounds to NVFP4."""
+    return tuple(name for name, form in formats.items() if form == "nvfp4" and store.get(name).format != form)
+
+
+def measure_scales(
+    decided: ScaleDecisions, pair: PairSpec, store: PairCheckpoint, progress: Progress
+) -> tuple[Scales, dict[str, Array]]:
+    """Run the calibration pass over ``decided.ids``: scales, and importance of inputs. Raises BuildError."""
+    known, moments = decided.known, Moments(decided.moments)
     with one_thread() if pair.target.hidden_size <= SMALL_MODEL else nullcontext():
-        found = calibrate(pair, store, decided.ids, margin=known.margin, linears=decided.inputs, progress=progress)
+        found = calibrate(
+            pair,
+            store,
+            decided.ids,
+            margin=known.margin,
+            linears=decided.inputs,
+            progress=progress,
+            moments=moments,
+        )
     store.release()
-    return replace(
+    scales = replace(
         known,
         kv={**known.kv, **{state: found.kv[state] for state in decided.kv}},
         inputs={**known.inputs, **found.inputs},
     )
+    return scales, moments.result()
 
 
 def dump_scales(scales: Scales) -> bytes:

@@ -18,6 +18,7 @@ from edge_dflash.builder.decide import (
     check_mask_token,
     check_output,
     choose,
+    chosen_recipe,
     copied_files,
     decide_native,
     fingerprints,
@@ -34,7 +35,7 @@ from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import FORMATS, Weight, WeightFormat
-from edge_dflash.weights.recipe import Recipe, default_recipe, load_recipe
+from edge_dflash.weights.recipe import Recipe, default_recipe
 
 
 def is_bundle(path: Path) -> bool:
@@ -107,6 +108,7 @@ def decide_swap(config: BuildConfig) -> Decisions:
         plans=None,
         no_self_test=None,
         trial=None,
+        rounding=None,
     )
     inputs = {**stamps, "bundle": fingerprint(manifest), "lanes": str(new.lanes)}
     linked = {name: (bundle.path / name, entry) for name, entry in manifest.files.items() if _same(name)}
@@ -162,7 +164,7 @@ def _left_out(manifest: Manifest) -> tuple[str, ...]:
 
 def _recipe(config: BuildConfig, manifest: Manifest) -> Recipe:
     """How the drafter is stored; keys and values as the target's."""
-    recipe = load_recipe(config.recipe) if config.recipe is not None else default_recipe()
+    recipe = chosen_recipe(config)
     name = recipe.name if config.recipe else manifest.recipe
     return replace(recipe, name=name, kv="fp8" if manifest.precision.kv == "fp8" else "bf16", activations="bf16")
 

@@ -12,20 +12,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+
+import torch
 
 from edge_dflash.backends.cuda.compile import bundled, compile_cubin
 from edge_dflash.backends.cuda.kernels.tower import UNIT as TOWER_UNIT
 from edge_dflash.backends.cuda.tensorrt.units import STATE_UNITS
 from edge_dflash.builder.card import card_warning, check_bundle
-from edge_dflash.builder.convert import one_thread, weight_tensors
+from edge_dflash.builder.convert import Choose, by_max, one_thread, weight_tensors
 from edge_dflash.builder.decide import BuildConfig, Decisions, decide
 from edge_dflash.builder.engines import build_engines
 from edge_dflash.builder.finish import BuildResult
+from edge_dflash.builder.importance import FILE, dump_importance, input_of, load_importance
 from edge_dflash.builder.journal import WorkDir
 from edge_dflash.builder.record import fit_warning, no_selftest, record_selftest
-from edge_dflash.builder.scales import CALIBRATION, dump_scales, load_scales, measure_scales
+from edge_dflash.builder.scales import CALIBRATION, Scales, dump_scales, load_scales, measure_scales
 from edge_dflash.builder.swap import decide_swap, is_bundle
 from edge_dflash.bundle.manifest import FileEntry, Manifest, dump_manifest
 from edge_dflash.bundle.parts import CHUNK, Part, Piece, building_path, tensor_file
@@ -36,7 +39,9 @@ from edge_dflash.common.nested import refuse_nul
 from edge_dflash.common.progress import Progress, Stage, shown
 from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.text.files import FOLDER
+from edge_dflash.weights.formats import Array
 from edge_dflash.weights.layout import words_of
+from edge_dflash.weights.rounding import Search
 
 __all__ = ["BuildConfig", "BuildResult", "build"]
 
@@ -61,7 +66,7 @@ def build(
             with WorkDir(config.output, decided.fingerprint, config.command, force=config.force) as work:
                 manifest = _with_engines(_fill(decided, work, report), decided, work, report)
                 manifest = _with_selftest(manifest, decided, work, report)
-                work.finish(dump_manifest(manifest))
+                work.finish(dump_manifest(manifest), FILE)
             return BuildResult(config.output, manifest, began, (*decided.warnings, *work.warnings))
     except KeyboardInterrupt:
         kept = "finished files are kept" if building_path(config.output).is_dir() else "nothing was made yet"
@@ -72,8 +77,13 @@ def build(
 
 def _fill(decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
     """Make every file of the bundle, or find it made, and return the manifest."""
-    files = {CALIBRATION: work.add(CALIBRATION, _measured(decided, progress))}
+    measured, importance = cache(lambda: _measured(decided, progress)), dict[str, Array]()
+    if decided.scales.moments:
+        work.add(FILE, (piece for run in (measured,) for piece in dump_importance(run()[1])))
+        importance = load_importance(work.staging / FILE)
+    files = {CALIBRATION: work.add(CALIBRATION, (dump_scales(run()[0]) for run in (measured,)))}
     scales = load_scales((work.staging / CALIBRATION).read_bytes())
+    choose = _chooser(decided, importance)
     for source in decided.tokenizer_files:
         name = f"tokenizer/{FOLDER}/{source.name}" if source.parent.name == FOLDER else f"tokenizer/{source.name}"
         files[name] = work.add(name, _content(source))
@@ -84,25 +94,38 @@ def _fill(decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
             if name in decided.linked:
                 files[name] = work.link(name, *decided.linked[name])
             else:
-                files[name] = work.add(name, _weights(decided, name, part, scales.inputs, pool), stage.advance)
+                made = _weights(decided, name, part, scales.inputs, choose, pool)
+                files[name] = work.add(name, made, stage.advance)
     stage.finish()
     if decided.choice.arch.sm:
         files |= _kernels(decided, work, progress)
     return replace(decided.manifest, kv_scales=scales.kv, files=files)
 
 
-def _measured(decided: Decisions, progress: Progress) -> Iterator[Piece]:
-    """calibration.json: measure what has no scale yet."""
-    scales = decided.scales.known
-    if decided.scales.ids:
-        stage = Stage(progress, "calibration", decided.size)  # in bytes like the weights: the share of layers
-        scales = measure_scales(decided.scales, decided.pair, decided.store, stage.share)
-        stage.finish()
-    yield dump_scales(scales)
+def _measured(decided: Decisions, progress: Progress) -> tuple[Scales, dict[str, Array]]:
+    """Measure what has no scale yet, and importance."""
+    if not decided.scales.ids:
+        return decided.scales.known, {}
+    stage = Stage(progress, "calibration", decided.size)  # in bytes like the weights: the share of layers
+    found = measure_scales(decided.scales, decided.pair, decided.store, stage.share)
+    stage.finish()
+    return found
+
+
+def _chooser(decided: Decisions, importance: Mapping[str, Array]) -> Choose:
+    """How the block scales of each weight are chosen."""
+    if decided.recipe.rounding == "max":
+        return by_max
+    return lambda name: Search(torch.from_numpy(h) if (h := importance.get(input_of(name))) is not None else None)
 
 
 def _weights(
-    decided: Decisions, name: str, part: Part, input_scales: Mapping[str, float], pool: ThreadPoolExecutor
+    decided: Decisions,
+    name: str,
+    part: Part,
+    input_scales: Mapping[str, float],
+    choose: Choose,
+    pool: ThreadPoolExecutor,
 ) -> Iterator[Piece]:
     """A weight file. Raises CheckpointError naming the checkpoint."""
     stacked = "native" in decided.choice.backends
@@ -111,6 +134,7 @@ def _weights(
             *(part, decided.store, decided.manifest.weights, {} if stacked else input_scales, pool),
             words=words_of(decided.choice.arch.sm),
             again=decided.recipe.requantize == "fp8",
+            choose=choose,
         )
         yield from tensor_file(tensors)
     except CheckpointError as error:

@@ -24,13 +24,21 @@ from edge_dflash.model.program import KvState
 from edge_dflash.model.registry import DRAFTERS, TARGETS, pair_programs
 from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, PairSpec
 from edge_dflash.weights.formats import TIED, WeightFormat
+from edge_dflash.weights.recipe import Rounding
 
-SCHEMA = 5  # the newest; a bundle is written as the oldest that says it, so that older versions read what they can
+SCHEMA = 6  # the newest; a bundle is written as the oldest that says it, so that older versions read what they can
 MANIFEST = "manifest.json"
 ENGINES = "plans/"  # folder of TensorRT engines
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
-_OPTIONAL: Mapping[str, Any] = {"plans": None, "no_self_test": None, "standby": [], "trial": None, "lanes": 1}
+_OPTIONAL: Mapping[str, Any] = {
+    "plans": None,
+    "no_self_test": None,
+    "standby": [],
+    "trial": None,
+    "lanes": 1,
+    "rounding": None,
+}
 _OF_PAIR = ("block_size", "mask_token_id", "target_layer_ids")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -82,6 +90,16 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class RoundingUse:
+    """How the weights of a bundle that are rounded to NVFP4 got their block scales."""
+
+    by: Rounding
+    rounded: int  # weights of which this was said
+    kept: int  # weights that are quantized as the checkpoint has them
+    tokens: int  # that what weighs errors was measured on; 0: every input counts the same
+
+
+@dataclass(frozen=True)
 class Manifest:
     """All that a bundle says about itself, except the schema version and the checksum, which frame it."""
 
@@ -104,6 +122,7 @@ class Manifest:
     standby: tuple[str, ...] = ()  # other backends of the bundle; they read the same weights
     trial: Trial | None = None  # of two backends
     lanes: int = 1  # sequences at once, where nobody says how many; keys with these values are left out
+    rounding: RoundingUse | None = None  # None: max / 6, or nothing is quantized
 
     @property
     def block_size(self) -> int:
@@ -168,7 +187,9 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 def _schema(manifest: Manifest) -> int:
-    """5: a vision tower; 4: several lanes; 3: no drafter, or one that is no plain DFlash; 2: two backends."""
+    """6: rounding; 5: a vision tower; 4: several lanes; 3: no drafter, or no plain DFlash; 2: two backends."""
+    if manifest.rounding:
+        return 6
     if manifest.pair.target.vision or manifest.lanes > 1:
         return 5 if manifest.pair.target.vision else 4
     drafter = manifest.pair.drafter

@@ -17,6 +17,7 @@ from edge_dflash.common.files import directory, is_file
 from edge_dflash.common.tables import encode
 from edge_dflash.errors import RecipeError, RequestError
 from edge_dflash.model.registry import NO_DRAFTER
+from edge_dflash.weights.recipe import ROUNDINGS, Rounding
 
 Target = Annotated[Path | None, opt("DIR", "Directory of the target's Hugging Face checkpoint.")]
 Drafter = Annotated[
@@ -31,6 +32,9 @@ Backend = Annotated[
 Recipe = Annotated[
     Path | None,
     opt("NAME|FILE", "Recipe file or the name of one in engines/; default: NVFP4 weights, FP8 keys and values."),
+]
+Rounded = Annotated[
+    Rounding | None, opt("HOW", f"How NVFP4 block scales are chosen: {', '.join(ROUNDINGS)}; default: the recipe's.")
 ]
 MaxContext = Annotated[int | None, opt("N", "Most tokens of a sequence; default: the recipe's.")]
 Chunk = Annotated[int | None, opt("N", "Most prompt tokens of one pass; default: 0.1 s, and 128 or more on a GPU.")]
@@ -48,6 +52,7 @@ def build(
     arch: ArchName = "cpu",
     backend: Backend = None,
     recipe: Recipe = None,
+    rounding: Rounded = None,
     max_context: MaxContext = None,
     prefill_chunk: Chunk = None,
     calibrate: Calibrate = True,
@@ -88,7 +93,7 @@ def build(
     with stages():  # torch takes seconds to import
         from edge_dflash.builder import write
     found = find_recipe(recipe) if recipe is not None else None
-    more = (max_context, prefill_chunk, calibrate, lanes, text_only, force)
+    more = (max_context, prefill_chunk, calibrate, lanes, text_only, force, rounding)
     config = write.BuildConfig(target, given_drafter(drafter), output, arch, backend, found, *more)
     with stages() as report:
         result = write.build(config, report, say)

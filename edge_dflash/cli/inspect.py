@@ -79,7 +79,8 @@ def inspect(
     product_ms, floor_ms, tokens_per_second, tokens_per_second_each)), tower (of a target that sees: picture (height and
     width of the one costed), parameters, bytes, patches, tokens, operations, milliseconds; else
     null). Of BUNDLE also: backend (the one that runs it), backends (aboard), trial (what build --finish measured of
-    them), arch, kernels (compilation units with kernels, registers, shared_bytes, stack_bytes).
+    them), arch, rounding (by, rounded and kept weights, tokens; null: max), kernels (compilation units with kernels,
+    registers, shared_bytes, stack_bytes).
     """
     own = {"--target": target, "--drafter": drafter, "--recipe": recipe, "--max-context": max_context}
     if bundle is not None and (named := [name for name, value in own.items() if value is not None]):
@@ -90,7 +91,7 @@ def inspect(
         profile = load_board(board) if board else largest_board(find_arch(manifest.arch).sm)
         result = inspect_manifest(manifest, board=profile or load_board(DEFAULT_BOARD), context=context, lanes=lanes)
         units = bundle_kernels(bundle, manifest)
-        built = {name: getattr(manifest, name) for name in ("backend", "backends", "trial", "arch")}
+        built = {name: getattr(manifest, name) for name in ("backend", "backends", "trial", "arch", "rounding")}
         built |= {"kernels": units}
     elif target is None:
         raise RequestError("give BUNDLE, or --target and --drafter with the directories of the two config.json")
@@ -119,6 +120,9 @@ def _show_built(bundle: Path, manifest: Manifest, units: tuple[UnitUse, ...]) ->
         there = [unit for unit in units if unit.kernels]  # a unit of another architecture has none
         show(tabled(f"Kernels for {manifest.arch}, largest of each unit", there, columns))
     print(f"built by {manifest.created_by} for {manifest.options}")
+    if (use := manifest.rounding) is not None:
+        weighted = f"weighted by {use.tokens:,} tokens" if use.tokens else "unweighted"
+        print(f"rounding: {use.rounded} weights by {use.by}, {weighted}; {use.kept} as the checkpoint has them")
     if manifest.standby:
         print(_both(bundle, manifest))
 

@@ -19,6 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -117,12 +118,17 @@ def fused_group(name: str) -> tuple[str, ...]:
     return (name,)
 
 
-def quantize_nvfp4(w: torch.Tensor, amax: float | None = None) -> Nvfp4Weight:
+Chooser: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Other block scales: of float32 rows [n, K], the codes of max / 6 [n, K / 16] and the global scale []."""
+
+
+def quantize_nvfp4(w: torch.Tensor, amax: float | None = None, choose: Chooser | None = None) -> Nvfp4Weight:
     """NVFP4 of a matrix [N, K] (bfloat16 or float32, K a multiple of 16), in row chunks.
 
-    ``amax`` is max|W| over a fused group (default: over ``w``); it fixes the global scale. A block of zeros gets block
-    scale 1, a matrix of zeros (or below 4e-35) global scale 1. Raises BuildError when ``w`` holds NaN or infinity or a
-    value above ``amax``, or K is not a multiple of 16.
+    ``amax`` is max|W| over a fused group (default: over ``w``); it fixes the global scale. ``choose`` may give a block
+    another scale than that of its max / 6. A block of zeros gets block scale 1, a matrix of zeros (or below 4e-35)
+    global scale 1. Raises BuildError when ``w`` holds NaN or infinity or a value above ``amax``, or K is not a multiple
+    of 16.
     """
     n, k = w.shape
     if k % BLOCK:
@@ -139,19 +145,21 @@ def quantize_nvfp4(w: torch.Tensor, amax: float | None = None) -> Nvfp4Weight:
     if global_scale < SMALLEST_SCALE:
         return Nvfp4Weight(packed, block_scale, 1.0)
     for rows in row_chunks(n, k):
-        codes, scales = _encode(w[rows].float(), global_scale)
+        codes, scales = _encode(w[rows].float(), global_scale, choose)
         block_scale[rows] = scales.numpy()
         packed[rows] = (codes[:, 0::2] | (codes[:, 1::2] << 4)).numpy()
     return Nvfp4Weight(packed, block_scale, global_scale)
 
 
-def _encode(w: torch.Tensor, global_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode(w: torch.Tensor, global_scale: float, choose: Chooser | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (uint8 [n, K]) and E4M3 block scales (uint8 [n, K / 16]) of float32 rows."""
     s2 = torch.tensor(global_scale, dtype=torch.float32)
     blocks = w.view(w.shape[0], -1, BLOCK)
     wanted = blocks.abs().amax(-1) / (E2M1_MAX * s2)
     wanted = wanted.masked_fill_(wanted == 0, 1.0).clamp_(E4M3_TINY, E4M3_MAX)
     scales = to_e4m3(wanted)
+    if choose is not None:
+        scales = choose(w, scales, s2)
     y = blocks / (from_e4m3(scales) * s2).unsqueeze(-1)
     codes = _magnitude_codes(y.abs_()).to(torch.uint8).view_as(w)
     return codes.add_((w < 0).to(torch.uint8), alpha=8), scales

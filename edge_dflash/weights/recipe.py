@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from sys import float_info
-from typing import Literal
+from typing import Literal, get_args
 
 from edge_dflash.common.files import directory, is_file
 from edge_dflash.common.nested import LINE, Items, Object, only
@@ -34,6 +34,8 @@ DRAFTER_MODULES = tuple(
     dict.fromkeys(["attention", "mlp", "fc", "norm", *(m for kind in DRAFTERS.values() for m in kind.modules)])
 )
 WIDE_MODULES = ("gates", "router", "embedding", "norm", "conv", "walk")  # small or sensitive: never quantized
+Rounding = Literal["max", "search"]
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 WITHOUT_BLOCKS = ("vision",)  # no format with block scales: rows of a picture are many, FP8 is as fast
 W4A4_MODULES = ("attention", "gated_delta", "mlp")  # experts, lm_head and fc always read wide activations
 
@@ -100,6 +102,7 @@ class Recipe:
     calibration: Calibration = Calibration()
     context: Context = Context()
     requantize: Literal["never", "fp8"] = "never"  # weights that may be rounded a second time: those stored in FP8
+    rounding: Rounding = "search"  # how NVFP4 block scales are chosen
     keeps: bool = False  # a quantized weight stays as it is stored, whatever is wished of it
 
     @property
@@ -255,6 +258,7 @@ _RECIPE = Object(
             )
         ),
         "requantize": one_of("never", "fp8"),
+        "rounding": one_of(*ROUNDINGS),
         "activations": one_of("bf16", "nvfp4"),
         "kv": one_of("fp8", "bf16"),
         "calibration": Object(

@@ -6,11 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from edge_dflash.backends.reference.dense import ROW_TILE, TorchWeights, pointwise, sigmoid, silu
+from edge_dflash.backends.reference.dense import ROW_TILE, TorchWeights, pad, pointwise, sigmoid, silu
 from edge_dflash.model.ops import Experts
 
 Round = Callable[[torch.Tensor], torch.Tensor]
 Notes = Callable[[str, torch.Tensor], None]  # (role, values of a tile's valid rows)
+
+
+def _unheard(role: str, values: torch.Tensor) -> None:
+    """Tell nobody."""
 
 
 def experts(
@@ -19,17 +23,18 @@ def experts(
     rows: int,
     weights: TorchWeights,
     rounded: Round,
-    note: Notes = lambda *_: None,
+    note: Notes = _unheard,
 ) -> torch.Tensor:
     """The op on x [R, H], of which ``rows`` rows count; unrounded float32.
 
     Without a row tile of ``weights`` each expert is computed once, on the rows that chose it.
 
     ``rounded``: to what activations are kept in. ``note`` is told "router_logits" [T, E], "experts" [T, k] by
-    descending probability, "weights" [T, k] of them and "routed" [T, H], for each tile.
+    descending probability, "weights" [T, k] of them and "routed" [T, H], for each tile; without a row tile also, by the
+    name of each down projection that is computed, of its input [rows, I].
     """
     if weights.row_tile is None:
-        return _tile(op, x, rows, weights, rounded, note)
+        return pad(_tile(op, x[:rows], rows, weights, rounded, note), x.shape[0])
     tiles = []
     for first in range(0, x.shape[0], ROW_TILE):
         tile, valid = x[first : first + ROW_TILE], min(max(rows - first, 0), ROW_TILE)
@@ -62,19 +67,24 @@ def _tile(op: Experts, x: torch.Tensor, valid: int, weights: TorchWeights, round
         names = op.gates[index], op.ups[index], op.downs[index]
         if weights.row_tile is None:
             some = mine.any(-1)
-            y[some] += share[some] * _mlp(x[some], names, weights, rounded)
+            y[some] += share[some] * _mlp(x[some], names, weights, rounded, note)
             continue
-        part = _mlp(x, names, weights, rounded)
+        part = _mlp(x, names, weights, rounded, _unheard)
         y = torch.where(mine.any(-1, keepdim=True), y + share * part, y)
     for role, values in (("router_logits", z), ("experts", chosen), ("weights", w), ("routed", y)):
         note(role, values[:valid])
     if op.shared is not None:
         judged = sigmoid(rounded(weights.linear(x, op.shared.judge)))
-        y = y + judged * _mlp(x, (op.shared.gate, op.shared.up, op.shared.down), weights, rounded)
+        quiet = note if weights.row_tile is None else _unheard
+        y = y + judged * _mlp(x, (op.shared.gate, op.shared.up, op.shared.down), weights, rounded, quiet)
     return y
 
 
-def _mlp(x: torch.Tensor, names: tuple[str, str, str], weights: TorchWeights, rounded: Round) -> torch.Tensor:
+def _mlp(
+    x: torch.Tensor, names: tuple[str, str, str], weights: TorchWeights, rounded: Round, note: Notes
+) -> torch.Tensor:
     gate, up, down = names
     g, u = rounded(weights.linear(x, gate)), rounded(weights.linear(x, up))
-    return weights.linear(rounded(silu(g) * u), down)
+    hidden = rounded(silu(g) * u)
+    note(down, hidden)
+    return weights.linear(hidden, down)

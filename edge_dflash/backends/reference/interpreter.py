@@ -22,8 +22,8 @@ from edge_dflash.pictures.pictured import Sight
 from edge_dflash.weights.formats import KV_BYTES
 
 Observer = Callable[[Op, str, torch.Tensor], None]
-"""Called with (op, role, values): role "x" for a Linear's input, "k"/"v" for the rows that a KV state stores, those of
-:func:`~edge_dflash.backends.reference.experts.experts` for each tile of rows."""
+"""Called with (op, role, values): role "x" for the input of a Linear or Experts, "k"/"v" for the rows that a KV state
+stores, those of :func:`~edge_dflash.backends.reference.experts.experts` for each tile of rows."""
 
 
 _MOVES = (Embed, Concat, SelectRows)  # ops that only move values
@@ -150,7 +150,7 @@ class Interpreter:
         return lambda role, values: observer(op, role, values) if observer else None
 
     def _observe(self, op: Op, run: _Pass, observer: Observer) -> None:
-        if isinstance(op, Linear):
+        if isinstance(op, Linear | Experts):
             observer(op, "x", run.tensors[op.inputs[0]][: run.valid[op.inputs[0]]])
 
     def _execute(self, op: Op, run: _Pass, memory: Memory, observer: Observer | None) -> tuple[torch.Tensor, int]:
