@@ -173,10 +173,9 @@ class _Meter:
         self._done, self._progress = 0, progress
 
     def reads(self, op: Op) -> bool:
-        """Whether the op is measured. The head never is: what it reads is a result of :func:`_headless`."""
-        if isinstance(op, Attend | KvAppend):
-            return True
-        return HEAD not in op.weights and (self.moments.reads(op) or not self.linears.isdisjoint(op.weights))
+        """Whether the op is measured. Moments of the head are not: what it reads is a result of :func:`_headless`."""
+        scaled = isinstance(op, Attend | KvAppend) or (isinstance(op, Linear) and op.weight in self.linears)
+        return scaled or (HEAD not in op.weights and self.moments.reads(op))
 
     def __call__(self, op: Op, role: str, values: torch.Tensor) -> None:
         self.moments.observe(op, role, values)

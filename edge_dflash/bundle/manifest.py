@@ -256,6 +256,8 @@ def check_manifest(manifest: Manifest, where: str = MANIFEST) -> None:
         if not all(scale > 0 and math.isfinite(scale) for scale in scales):
             raise BundleError(f"{where}: kv_scales.{state} is {scales}, wanted two positive numbers")
     _check_weights(manifest, programs.weights.keys(), where)
+    if (use := manifest.rounding) is not None and min(use.rounded, use.kept, use.tokens) < 0:
+        raise BundleError(f"{where}: rounding is of {use.rounded} and {use.kept} weights by {use.tokens} tokens")
     _check_engines(manifest, where)
     for name, entry in manifest.files.items():
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:

@@ -25,6 +25,7 @@ from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import Fp8Weight, WideWeight
 from edge_dflash.weights.layout import Layout, data_for, member, repack, shared_part, words_of
 from edge_dflash.weights.quantize import dequantize, quantize_nvfp4
+from edge_dflash.weights.rounding import Search
 from edge_dflash.weights.stacks import ExpertStack, pair_experts, unpack_weight
 
 WIDE, SINGLE, MODELOPT, CT = (f"qwen3_5_moe-tiny{end}" for end in ("", "-perexpert", "-nvfp4-modelopt", "-nvfp4-ct"))
@@ -248,6 +249,6 @@ def test_fp8_is_rounded_again_only_where_the_recipe_says_so(tmp_path):
     wide = [dequantize(store.get(name)) for name in parts]
     amax = max(float(values.abs().max()) for values in wide)
     for name, values in zip(parts, wide, strict=True):
-        same(quantize_nvfp4(values, amax), bundle.get(name))
+        same(quantize_nvfp4(values, amax, Search()), bundle.get(name))
     expert = "target.layers.0.mlp.experts.3.up_proj"
     same(replace(store.get(expert), input_scale=None), bundle.get(expert))

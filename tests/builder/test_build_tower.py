@@ -26,7 +26,9 @@ VISION = "weights/target-vision.safetensors"
 
 
 def config(output, **changes):
-    return BuildConfig(**{"target": TARGET, "drafter": DRAFTER, "output": output, "max_context": 200, **changes})
+    return BuildConfig(
+        **{"target": TARGET, "drafter": DRAFTER, "output": output, "max_context": 200, "rounding": "max", **changes}
+    )
 
 
 @pytest.fixture(scope="module")

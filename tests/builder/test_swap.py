@@ -34,14 +34,18 @@ def other(golden, ids_bundle, tmp_path_factory):
     return path
 
 
-def test_the_same_drafter_gives_the_same_bundle_but_for_scales_measured_with_the_stored_target(demo_bundle, tmp_path):
+def test_the_same_drafter_gives_the_same_bundle_but_for_what_is_measured_with_the_stored_target(demo_bundle, tmp_path):
     before = target_files(demo_bundle)
     result = build(BuildConfig(demo_bundle, MODELS / "drafter", tmp_path / "again"))
     assert result.warnings == ()
     old, new = manifest_of(demo_bundle), manifest_of(tmp_path / "again")
-    assert {key for key in old if old[key] != new[key]} <= {"checksum", "files", "kv_scales"}
+    assert {key for key in old if old[key] != new[key]} <= {"checksum", "files", "kv_scales", "rounding"}
+    own = sum(name.startswith("target.") for name, form in old["weights"].items() if form == "nvfp4")
+    assert own > 0
+    assert (old["rounding"]["rounded"] - own, own) == (new["rounding"]["rounded"], new["rounding"]["kept"])
     changed = {name for name, entry in old["files"].items() if new["files"][name] != entry}
-    assert changed <= {"calibration.json", "selftest.json"}
+    rounded = {name for name in changed if name.startswith("weights/drafter-")}
+    assert changed - rounded <= {"calibration.json", "selftest.json"}
     assert target_files(tmp_path / "again") == before == target_files(demo_bundle)
     for state, scales in old["kv_scales"].items():
         if state.startswith("target."):

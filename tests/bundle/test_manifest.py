@@ -12,6 +12,7 @@ from edge_dflash.bundle.manifest import (
     EngineFiles,
     FileEntry,
     Manifest,
+    RoundingUse,
     SourceFile,
     dump_manifest,
     parse_manifest,
@@ -173,6 +174,20 @@ def test_lanes_are_one_where_nothing_is_said_and_more_need_a_newer_reader(manife
     assert parse_manifest(four) == replace(manifest, lanes=4)
 
 
+def test_what_is_said_of_rounding_needs_a_newer_reader(manifest):
+    said = dump_manifest(replace(manifest, lanes=4, rounding=RoundingUse("search", 9, 2, 64)))
+    assert json.loads(said)["schema"] == 6
+    assert parse_manifest(said).rounding == RoundingUse("search", 9, 2, 64)
+    assert b"rounding" not in dump_manifest(manifest)
+    assert parse_manifest(dump_manifest(manifest)).rounding is None
+    for bad, message in (
+        ({"by": "luck", "rounded": 1, "kept": 0, "tokens": 0}, r"rounding.by: found 'luck'"),
+        ({"by": "max", "rounded": -1, "kept": 0, "tokens": 0}, "rounding is of -1 and 0 weights by 0 tokens"),
+    ):
+        with pytest.raises(BundleError, match=message):
+            parse_manifest(change(manifest, schema=6, rounding=bad))
+
+
 def test_weights_the_models_do_not_have_are_refused(manifest):
     extra = replace(manifest, weights={**manifest.weights, "target.layers.9.mlp.up_proj": "bf16"})
     with pytest.raises(BundleError, match=r"weights names target\.layers\.9\.mlp\.up_proj"):
@@ -193,8 +208,8 @@ def change(manifest, **keys):
 
 def test_schemas_and_keys_of_other_versions_are_refused(manifest):
     for text, message in (
-        (change(manifest, schema=6), "schema is 6, this version reads 1 to 5; update edge-dflash"),
-        (change(manifest, schema=0), "schema is 0, this version reads 1 to 5; build the bundle again"),
+        (change(manifest, schema=7), "schema is 7, this version reads 1 to 6; update edge-dflash"),
+        (change(manifest, schema=0), "schema is 0, this version reads 1 to 6; build the bundle again"),
         (change(manifest, schema=True), "schema is True"),
         (change(manifest, future=1), "unknown key 'future'"),
         (change(manifest, block_size=8), "block_size is 8, wanted 4 as in pair"),
