@@ -49,6 +49,9 @@ def test_all_rows_at_once_differ_in_their_last_bits_alone(count, chosen, shared)
     assert torch.equal(whole["experts"], tiled["experts"])
     for name in ("router_logits", "weights", "routed", "out"):
         assert (whole[name] - tiled[name]).abs().max() <= 5e-6, name
+    for expert, down in enumerate(made.op.downs):  # what reaches it is told, of these rows alone
+        assert len(whole.get(down, ())) == (whole["experts"] == expert).any(-1).sum()
+        assert down not in tiled
 
 
 @pytest.mark.parametrize("precision", ROUNDINGS)

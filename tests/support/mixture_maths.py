@@ -59,7 +59,7 @@ class Mixture:
         padded = pad(rows, padded_rows(len(rows)))
         out = experts(
             *(self.op, padded, len(rows), TorchWeights(self, **options), keep),
-            lambda role, values: found[role].append(values.clone()),
+            lambda role, values: found.setdefault(role, []).append(values.clone()),
         )
         return {name: torch.cat(parts) for name, parts in found.items()} | {"out": keep(out[: len(rows)])}
 
