@@ -38,6 +38,7 @@ from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.registry import NO_DRAFTER
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.model.vision import FILE, FLAT_FILE
+from edge_dflash.quality.bundle import TaskSet
 from edge_dflash.text.files import TOKENIZER_FILES, read_object, read_templates, tokenizer_files
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.version import __version__
@@ -245,6 +246,8 @@ class BuildConfig:
     text_only: bool = False  # leave the target's vision tower out
     force: bool = False  # replace a bundle that is already at ``output``
     rounding: Rounding | None = None  # how NVFP4 block scales are chosen; None: as the recipe says
+    quality: bool = False  # measure the bundle against the target's checkpoint
+    prompts: Path | None = None  # for that; None: calibration prompts that were left over
     resume: str | None = None  # what is to be done again after an interrupt; None: :attr:`command`
 
     @property
@@ -259,10 +262,12 @@ class BuildConfig:
             ("--max-context", self.max_context),
             ("--prefill-chunk", self.prefill_chunk),
             ("--lanes", self.lanes),
+            ("--prompts", self.prompts),
         ):
             words += [flag, str(value)] if value is not None else []
         words += [] if self.calibrate else ["--no-calibrate"]
         words += ["--text-only"] if self.text_only else []
+        words += ["--quality"] if self.quality else []
         words += ["--output", str(self.output)] + (["--force"] if self.force else [])
         return shlex.join(words)
 
@@ -393,6 +398,9 @@ def settle(
         "scales": hashlib.sha256(json.dumps(encode(scales)).encode()).hexdigest(),
         "tools": json.dumps(manifest.tools, sort_keys=True),
     }
+    if config.quality:
+        prompts = repr(config.prompts and TaskSet.read(config.prompts))
+        fingerprint["quality"] = hashlib.sha256(prompts.encode()).hexdigest()
     return Decisions(
         *(config, choice, recipe, manifest, programs, store, parts, size, scales, tokenizer_files, fingerprint),
         warnings=(*warnings, *unmeasured),

@@ -36,6 +36,7 @@ from edge_dflash.bundle.reader import Bundle, read_manifest
 from edge_dflash.common.progress import Progress, Stage, unheard
 from edge_dflash.decode.backend import Asked
 from edge_dflash.errors import BackendError, BuildError, VerificationError
+from edge_dflash.quality.report import read_quality
 
 PROMPT = 512  # tokens, at most
 CYCLES = 32  # at most
@@ -137,6 +138,7 @@ class BuildResult:
         self.active = manifest.backend  # the one that runs it
         self.recipe = manifest.recipe
         self.trial = manifest.trial  # of two backends, by build --finish
+        self.quality = read_quality(bundle, manifest)
         self.nothing = nothing
 
 

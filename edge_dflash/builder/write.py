@@ -11,12 +11,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
 import torch
 
+from edge_dflash.backends import SMALL_MODEL, load
 from edge_dflash.backends.cuda.compile import bundled, compile_cubin
 from edge_dflash.backends.cuda.kernels.tower import UNIT as TOWER_UNIT
 from edge_dflash.backends.cuda.tensorrt.units import STATE_UNITS
@@ -30,7 +32,7 @@ from edge_dflash.builder.journal import WorkDir
 from edge_dflash.builder.record import fit_warning, no_selftest, record_selftest
 from edge_dflash.builder.scales import CALIBRATION, Scales, dump_scales, load_scales, measure_scales
 from edge_dflash.builder.swap import decide_swap, is_bundle
-from edge_dflash.bundle.manifest import FileEntry, Manifest, dump_manifest
+from edge_dflash.bundle.manifest import QUALITY, FileEntry, Manifest, dump_manifest
 from edge_dflash.bundle.parts import CHUNK, Part, Piece, building_path, tensor_file
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SELFTEST, dump_selftest, load_selftest
@@ -38,6 +40,8 @@ from edge_dflash.common.files import open_regular
 from edge_dflash.common.nested import refuse_nul
 from edge_dflash.common.progress import Progress, Stage, shown
 from edge_dflash.errors import BuildError, CheckpointError
+from edge_dflash.quality.bundle import SourceModel, TaskSet, measure
+from edge_dflash.quality.report import dump_quality
 from edge_dflash.text.files import FOLDER
 from edge_dflash.weights.formats import Array
 from edge_dflash.weights.layout import words_of
@@ -57,6 +61,8 @@ def build(
     interrupted build keeps its finished files in ``OUTPUT.building`` and the error says how to resume.
     """
     refuse_nul(vars(config))
+    if config.quality and is_bundle(config.target):
+        raise BuildError("--quality measures against the target's checkpoint, and --target is a bundle; leave it out")
     began = time.monotonic()
     try:
         with shown(progress) as report:
@@ -66,6 +72,8 @@ def build(
             with WorkDir(config.output, decided.fingerprint, config.command, force=config.force) as work:
                 manifest = _with_engines(_fill(decided, work, report), decided, work, report)
                 manifest = _with_selftest(manifest, decided, work, report)
+                if config.quality:
+                    manifest = _with_quality(manifest, decided, work, report, say)
                 work.finish(dump_manifest(manifest), FILE)
             return BuildResult(config.output, manifest, began, (*decided.warnings, *work.warnings))
     except KeyboardInterrupt:
@@ -192,6 +200,30 @@ def _with_selftest(manifest: Manifest, decided: Decisions, work: WorkDir, progre
         work.warnings.append(warning)
     work.warnings += _card_warnings(decided, Bundle.staged(work.staging, complete))
     return complete
+
+
+def _with_quality(
+    manifest: Manifest, decided: Decisions, work: WorkDir, progress: Progress, say: Callable[[str], None]
+) -> Manifest:
+    """Measure the quality, or find it measured, and add it to the manifest.
+
+    Answers are made, and a backend is measured, where that depends on no device: by the reference of a small pair.
+    """
+
+    def measured() -> Iterator[Piece]:
+        bundle, given = Bundle.staged(work.staging, manifest), decided.config.prompts
+        source = SourceModel.open(decided.config.target, decided.pair)
+        small = manifest.no_self_test is None and manifest.backend == "reference"
+        with one_thread() if decided.pair.target.hidden_size <= SMALL_MODEL else nullcontext():
+            prompts, backend = (
+                TaskSet.read(given) if given else TaskSet.held_out(bundle),
+                load(bundle) if small else None,
+            )
+            folder = work.root / "quality"
+            found = measure(bundle, source, prompts, folder=folder, backend=backend, progress=progress, say=say)
+        yield dump_quality(found)
+
+    return replace(manifest, files={**manifest.files, QUALITY: work.add(QUALITY, measured())})
 
 
 def _card_warnings(decided: Decisions, bundle: Bundle | None = None) -> list[str]:

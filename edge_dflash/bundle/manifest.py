@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from edge_dflash.board.archs import ARCHS_OF, BACKENDS, find_arch, ordered
@@ -28,6 +28,7 @@ from edge_dflash.weights.recipe import Rounding
 
 SCHEMA = 6  # the newest; a bundle is written as the oldest that says it, so that older versions read what they can
 MANIFEST = "manifest.json"
+QUALITY = "quality.json"  # figures that may be measured at any time: they make no other bundle
 ENGINES = "plans/"  # folder of TensorRT engines
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
@@ -197,8 +198,9 @@ def _schema(manifest: Manifest) -> int:
 
 
 def fingerprint(manifest: Manifest) -> str:
-    """What binds states to a bundle: the checksum of its manifest, which covers the hashes of all its files."""
-    return str(json.loads(dump_manifest(manifest))["checksum"])
+    """What binds states to a bundle: the checksum of its manifest, and so the hashes of all files but QUALITY."""
+    files = {name: entry for name, entry in manifest.files.items() if name != QUALITY}
+    return str(json.loads(dump_manifest(replace(manifest, files=files)))["checksum"])
 
 
 def parse_manifest(text: bytes, where: str = MANIFEST) -> Manifest:

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 
 from edge_dflash.board.archs import find_arch
-from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
+from edge_dflash.bundle.manifest import MANIFEST, QUALITY, FileEntry, Manifest, parse_manifest
 from edge_dflash.bundle.parts import Part, bundle_parts, from_tensors, hash_file, repacked_of, resume_command
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.errors import BackendError, BundleError, CheckpointError
@@ -28,7 +28,7 @@ from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import FORMATS, TIED, Array, Weight
 from edge_dflash.weights.layout import Repacked
-from edge_dflash.weights.safetensors import TensorFiles
+from edge_dflash.weights.safetensors import TensorFiles, forget_pages
 from edge_dflash.weights.stacks import Stack, unpack_weight
 
 Progress: TypeAlias = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -67,6 +67,13 @@ class Bundle:
     def staged(cls, path: Path, manifest: Manifest) -> Bundle:
         """A bundle whose weight files a build just wrote to ``path``, and whose manifest is not there yet."""
         return cls(path, manifest, *_map_weights(path, manifest))
+
+    def release(self) -> None:
+        """Forget the pages of the mapped weights that were read."""
+        for held in (*self._weights.values(), *(packed for _, packed in self._stacks.values())):
+            for array in vars(held).values():
+                if isinstance(array, np.ndarray):
+                    forget_pages(array)
 
     @property
     def pair(self) -> PairSpec:
@@ -186,7 +193,7 @@ def check_files(path: Path, manifest: Manifest) -> None:
                     found[name] = entry.stat(follow_symlinks=False).st_size
     if missing := sorted(manifest.files.keys() - found.keys()):
         raise BundleError(f"{path}: file {missing[0]} is missing ({len(missing)} in all); copy or build it again")
-    if extra := sorted(found.keys() - manifest.files.keys() - {MANIFEST}):
+    if extra := sorted(found.keys() - manifest.files.keys() - {MANIFEST, QUALITY}):
         raise BundleError(f"{path}: file {extra[0]} is not in the manifest ({len(extra)} in all); remove it")
     for name, wanted in manifest.files.items():
         if found[name] != wanted.size:

@@ -11,10 +11,12 @@ import typer
 from edge_dflash.board.archs import BACKENDS
 from edge_dflash.builder.finish import BuildResult, finish_command
 from edge_dflash.builder.finish import finish as finish_bundle
-from edge_dflash.cli.output import Json, emit_json, say, stages
+from edge_dflash.cli.output import Json, emit_json, say, show, stages
+from edge_dflash.cli.quality import quality_table
 from edge_dflash.cli.usage import MissingOptionError, opt, switch
 from edge_dflash.common.files import directory, is_file
 from edge_dflash.common.tables import encode
+from edge_dflash.demo.tasks import HELDOUT, TARGET
 from edge_dflash.errors import RecipeError, RequestError
 from edge_dflash.model.registry import NO_DRAFTER
 from edge_dflash.weights.recipe import ROUNDINGS, Rounding
@@ -42,6 +44,8 @@ Calibrate = Annotated[bool, typer.Option(help="Measure the scales of FP8 keys an
 Lanes = Annotated[int | None, opt("N", "Sequences decoded at once; default: the recipe's, else 1.", min=1, max=8)]
 TextOnly = Annotated[bool, switch("--text-only", "Leave the target's vision tower out: smaller, and no images.")]
 Force = Annotated[bool, switch("--force", "Replace the bundle that is at --output.")]
+Quality = Annotated[bool, switch("--quality", "Measure what quantization costs, against the target's checkpoint.")]
+Prompts = Annotated[Path | None, opt("FILE", "JSONL of prompts for --quality; default: some of calib/.")]
 Finish = Annotated[Path | None, opt("BUNDLE", "Build the plans that this bundle lacks and time it, on its board.")]
 
 
@@ -58,6 +62,8 @@ def build(
     calibrate: Calibrate = True,
     lanes: Lanes = None,
     text_only: TextOnly = False,
+    quality: Quality = False,
+    prompts: Prompts = None,
     force: Force = False,
     finish: Finish = None,
     json: Json = False,
@@ -81,19 +87,23 @@ def build(
 
     JSON keys: bundle (path), bytes, seconds, backends (aboard), active (the one that runs it), recipe, plans (TensorRT
     plans inside), deferred (plans left to the board), trial (cycle_ms and prefill_ms of both backends, after --finish),
-    nothing_to_do (why --finish left it as it is), warnings.
+    nothing_to_do (why --finish left it as it is), quality (docs/quality.md; null: not measured), warnings.
     """
     if finish is not None:
         if target or drafter or output:
             raise RequestError("--finish BUNDLE goes alone: a bundle has its own models, recipe and sizes")
         with stages() as report:
             return _report(finish_bundle(finish, report), json)
+    if prompts is not None and not quality:
+        raise RequestError("--prompts are measured on with --quality; give that too")
     if target is None or output is None:
         raise MissingOptionError("output" if target else "target", instead="--finish BUNDLE")
     with stages():  # torch takes seconds to import
         from edge_dflash.builder import write
     found = find_recipe(recipe) if recipe is not None else None
-    more = (max_context, prefill_chunk, calibrate, lanes, text_only, force, rounding)
+    if quality and prompts is None and target.resolve() == TARGET:
+        prompts = HELDOUT
+    more = (max_context, prefill_chunk, calibrate, lanes, text_only, force, rounding, quality, prompts)
     config = write.BuildConfig(target, given_drafter(drafter), output, arch, backend, found, *more)
     with stages() as report:
         result = write.build(config, report, say)
@@ -125,6 +135,8 @@ def _report(result: BuildResult, json: bool) -> None:
             print(f"{len(result.deferred)} plans are left to the board; run there: {command}{runs}")
         if result.trial:
             print(f"{result.trial.text}: {result.active} runs it")
+        if result.quality:
+            show(quality_table(result.quality, short=True))
 
 
 def find_recipe(given: Path) -> Path:

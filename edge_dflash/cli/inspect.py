@@ -23,6 +23,7 @@ from edge_dflash.checks.footprint import TowerCosts, labelled
 from edge_dflash.checks.inspect import Inspection, LanePart, inspect_manifest, inspect_recipe
 from edge_dflash.cli.build import find_recipe, given_drafter
 from edge_dflash.cli.output import Columns, Json, emit_json, named_table, show, size, tabled
+from edge_dflash.cli.quality import quality_table
 from edge_dflash.cli.usage import opt
 from edge_dflash.common.files import LARGE, directory, read_bytes
 from edge_dflash.common.tables import encode
@@ -30,6 +31,7 @@ from edge_dflash.decode.shape import MOST_LANES
 from edge_dflash.errors import BackendError, BundleError, RequestError
 from edge_dflash.model.registry import read_pair
 from edge_dflash.model.specs import DrafterLayerMask
+from edge_dflash.quality.report import Quality, read_quality
 from edge_dflash.weights.recipe import default_recipe, load_recipe
 
 BOARDS = ", ".join(path.stem for path in sorted(directory("jetson").glob("*.yaml")))
@@ -77,10 +79,10 @@ def inspect(
     (lanes, most (that fit; 0: none), free_rows (of a verify that reading the weights hides; null where the board's rate
     is not known), accept_length, parts (what, one, all), cycles (lanes, drafts, rows, experts, bytes, memory_ms,
     product_ms, floor_ms, tokens_per_second, tokens_per_second_each)), tower (of a target that sees: picture (height and
-    width of the one costed), parameters, bytes, patches, tokens, operations, milliseconds; else
-    null). Of BUNDLE also: backend (the one that runs it), backends (aboard), trial (what build --finish measured of
-    them), arch, rounding (by, rounded and kept weights, tokens; null: max), kernels (compilation units with kernels,
-    registers, shared_bytes, stack_bytes).
+    width of the one costed), parameters, bytes, patches, tokens, operations, milliseconds; else null). Of BUNDLE also:
+    backend (the one that runs it), backends (aboard), trial (what build --finish measured of them), arch, rounding (by,
+    rounded and kept weights, tokens; null: max), quality (docs/quality.md; null: not measured), kernels (units with
+    kernels, registers, shared_bytes, stack_bytes).
     """
     own = {"--target": target, "--drafter": drafter, "--recipe": recipe, "--max-context": max_context}
     if bundle is not None and (named := [name for name, value in own.items() if value is not None]):
@@ -92,7 +94,7 @@ def inspect(
         result = inspect_manifest(manifest, board=profile or load_board(DEFAULT_BOARD), context=context, lanes=lanes)
         units = bundle_kernels(bundle, manifest)
         built = {name: getattr(manifest, name) for name in ("backend", "backends", "trial", "arch", "rounding")}
-        built |= {"kernels": units}
+        built |= {"kernels": units, "quality": read_quality(bundle, manifest)}
     elif target is None:
         raise RequestError("give BUNDLE, or --target and --drafter with the directories of the two config.json")
     else:
@@ -105,10 +107,12 @@ def inspect(
         return
     show(render(result, joint=lanes is not None))
     if bundle is not None:
-        _show_built(bundle, manifest, units)
+        _show_built(bundle, manifest, units, built["quality"])
 
 
-def _show_built(bundle: Path, manifest: Manifest, units: tuple[UnitUse, ...]) -> None:
+def _show_built(bundle: Path, manifest: Manifest, units: tuple[UnitUse, ...], quality: Quality | None) -> None:
+    if quality is not None:
+        show(quality_table(quality, short=True))
     if units:
         columns: Columns = {
             "unit": ("unit", ""),

@@ -9,6 +9,7 @@ import numpy as np
 
 from edge_dflash.bench.subjects import Prompts
 from edge_dflash.bench.workload import Form
+from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.cli.generate import read_words
 from edge_dflash.common.files import directory
@@ -40,7 +41,7 @@ def default_prompts(planner: Planner, max_new_tokens: int, bundle: Path | None =
         rng, shape = np.random.default_rng(0), planner.shape
         ids = [rng.integers(0, shape.vocab_size, RANDOM_TOKENS).tolist() for _ in range(RANDOM_PROMPTS)]
         return [text_ids(prompt, shape.image_token_id) for prompt in ids]
-    file = HELDOUT if bundle is not None and _is_demo(bundle) else directory("calib") / _CALIBRATION
+    file = HELDOUT if bundle is not None and is_demo(read_manifest(bundle)) else directory("calib") / _CALIBRATION
     return _fitting(planner, file, max_new_tokens)
 
 
@@ -53,7 +54,7 @@ def bench_prompts(bundle: Path, planner: Planner, max_new_tokens: int, file: Pat
         return Prompts(str(file), read_prompts(file))
     if planner.tokenizer is None:
         return Prompts("prompts of random ids (no tokenizer)", default_prompts(planner, max_new_tokens))
-    if _is_demo(bundle):
+    if is_demo(read_manifest(bundle)):
         tasks = _fitting(planner, HELDOUT, max_new_tokens)
         return Prompts("the demo pair's held-out tasks", tasks, Form("plans of the demo's actions", plan_schema()))
     return Prompts(f"calib/{_CALIBRATION}", default_prompts(planner, max_new_tokens))
@@ -71,12 +72,12 @@ def _fitting(planner: Planner, file: Path, max_new_tokens: int) -> list[Task]:
     return fitting
 
 
-def _is_demo(bundle: Path) -> bool:
+def is_demo(manifest: Manifest) -> bool:
     """Whether the shipped models are in the bundle, by the size and the first MiB of each weight file.
 
     In any form: with eyes, without the drafter, converted for any arch.
     """
-    made_of = {(one.size, one.sha256) for one in read_manifest(bundle).sources if one.file.endswith(".safetensors")}
+    made_of = {(one.size, one.sha256) for one in manifest.sources if one.file.endswith(".safetensors")}
     shipped = set()
     for path in MODELS.glob("*/*.safetensors"):
         with path.open("rb") as file:

@@ -25,11 +25,15 @@ from edge_dflash.checks.mixes import MixCheck, Watching, verify_mixes
 from edge_dflash.cli.build import given_drafter
 from edge_dflash.cli.output import Columns, Json, emit_json, named_table, say, show, stages, tabled
 from edge_dflash.cli.prompts import bench_prompts, default_prompts, read_prompts
+from edge_dflash.cli.quality import measuring, quality_table
 from edge_dflash.cli.usage import opt
 from edge_dflash.common.files import check_writable
+from edge_dflash.common.tables import encode
 from edge_dflash.decode.shape import MOST_LANES
-from edge_dflash.errors import RequestError, VerificationError
+from edge_dflash.errors import BackendError, RequestError, VerificationError
 from edge_dflash.planner import Planner
+from edge_dflash.quality.report import Quality
+from edge_dflash.runner.settings import OpenOptions
 
 REPORT_CONTEXT, REPORT_TOKENS = 128, 64  # of the benchmark in a report
 
@@ -46,6 +50,8 @@ Lanes = Annotated[int | None, opt("N", "Requests at once; default: BUNDLE's lane
 Report = Annotated[
     Path | None, opt("FILE", "Write all that was found, a benchmark and the doctor's checks to this file.")
 ]
+QualitySource = Annotated[Path | None, opt("DIR", "Measure BUNDLE's quality against this checkpoint of its target.")]
+Plot = Annotated[Path | None, opt("FILE", "Draw that as an SVG; with --report also beside it.")]
 
 
 def verify(
@@ -58,6 +64,8 @@ def verify(
     golden: Golden = None,
     lanes: Lanes = None,
     report: Report = None,
+    quality: QualitySource = None,
+    plot: Plot = None,
     json: Json = False,
 ) -> None:
     """Check that speculative output equals plain output, or that the reference equals a golden file.
@@ -71,6 +79,10 @@ def verify(
 
     --report FILE makes one JSON file to attach to a report: these checks, a short benchmark, what the doctor finds, the
     bundle's versions and the machine. It is written also when something differs, then without the benchmark.
+
+    --quality DIR measures the distribution of the next token against the target's checkpoint, over --prompts and their
+    answers, as far as time and memory allow; docs/quality.md explains the figures, which stay in BUNDLE. A bundle that
+    cannot run here is measured without the other checks. A killed measurement goes on with the same command.
 
     With --checkpoint, --drafter and --golden: the unquantized models run in float32 and are compared with arrays that
     another implementation wrote.
@@ -87,21 +99,32 @@ def verify(
     diagnosis, seconds; null without one), drafter (its acceptance on the self-test's prompt: an object with ok, unknown
     (why nothing is judged, or null), accept_length, accept_length_at_build, floor, acceptance, acceptance_at_build,
     positions_below), mixes (of several lanes: ok, lanes, mixes, requests, tokens, joint_cycles, differences; else
-    null). Golden file also: largest_difference, logits_difference, tokens_equal, failures, missing, skipped, unknown.
+    null), quality (docs/quality.md; null without --quality). Golden file also: largest_difference, logits_difference,
+    tokens_equal, failures, missing, skipped, unknown.
     """
     given = (checkpoint, drafter, golden)
     if (bundle is None) == (golden is None) or (bundle is not None and any(given)):
         raise RequestError("give BUNDLE, or --checkpoint, --drafter and --golden")
-    if bundle is None and report is not None:
-        raise RequestError("--report belongs to BUNDLE; leave it out with --golden")
     if bundle is not None:
-        if report is not None:
-            check_writable(report, "--report")
-        _verify_bundle(bundle, report, prompts, count, max_new_tokens, lanes, json)
+        drawn = _drawn(report, quality, plot)
+        _verify_bundle(bundle, report, prompts, count, max_new_tokens, lanes, json, quality, drawn)
+    elif report or quality or plot:
+        raise RequestError("--report, --quality and --plot belong to BUNDLE; leave them out with --golden")
     elif checkpoint is None or drafter is None or golden is None:
         raise RequestError("--golden needs --checkpoint and --drafter, the directories of the two checkpoints")
     else:
         _verify_golden(verify_golden(checkpoint, given_drafter(drafter), golden), json)
+
+
+def _drawn(report: Path | None, quality: Path | None, plot: Path | None) -> Path | None:
+    """The file of the plot. Raises RequestError for one, or a report, that cannot be written."""
+    if plot is not None and quality is None:
+        raise RequestError("--plot draws what --quality measures; give that too")
+    drawn = plot or (report.with_suffix(".svg") if report and quality else None)
+    for path, option in ((report, "--report"), (drawn, "--plot")):
+        if path is not None:
+            check_writable(path, option)
+    return drawn
 
 
 @dataclass(frozen=True)
@@ -113,6 +136,7 @@ class _Outcome:
     self_test: SelfTestResult | None
     drafting: AcceptanceCheck
     mixes: MixCheck | None
+    quality: Quality | None
 
     @property
     def faults(self) -> list[str]:
@@ -151,12 +175,15 @@ class _Outcome:
             "self_test": None if self.self_test is None else self.self_test.to_json(),
             "drafter": self.drafting.to_json(),
             "mixes": None if self.mixes is None else self.mixes.to_json(),
+            "quality": encode(self.quality),
         }
 
     def show(self) -> None:
         """Print the outcome for people."""
         at_build = () if self.recorded is None else self.recorded.acceptance
         show(_lossless_table(self.result), _acceptance_table(self.result.acceptance, at_build))
+        if self.quality is not None:
+            show(quality_table(self.quality))
         if self.mixes is not None:
             print(f"lanes: {self.mixes.summary}")
         print(f"self-test: {'the build recorded none' if self.self_test is None else self.self_test.summary}")
@@ -171,6 +198,25 @@ class _Outcome:
             raise VerificationError(f"{'; '.join(self.faults)}; build or copy the bundle again")
 
 
+@dataclass(frozen=True)
+class _Unrun:
+    """What was found of a bundle that does not run here."""
+
+    quality: Quality
+
+    summary = "lossless: not known, the bundle does not run here"
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object."""
+        known: dict[str, Any] = {"lossless": None, "summary": self.summary, "ok": True, "differences": []}
+        return {**known, "quality": encode(self.quality)}
+
+    def show(self) -> None:
+        """Print it for people."""
+        show(quality_table(self.quality))
+        print(self.summary, flush=True)
+
+
 def _verify_bundle(
     bundle: Path,
     report: Path | None,
@@ -179,13 +225,23 @@ def _verify_bundle(
     max_new_tokens: int,
     lanes: int | None,
     json: bool,
+    source: Path | None,
+    plot: Path | None,
 ) -> None:
     """Verify a bundle, say and write what was found, then raise VerificationError unless it is good."""
     opened = Bundle.open(bundle, check_hashes=False)
+    measured = None if source is None else measuring(opened, source, prompts, plot)
     recorded = load_selftest(opened)
     watching, given = Watching(), read_prompts(prompts) if prompts is not None else None
-    with stages("opening the bundle") as told:
-        planner = Planner.open(bundle, self_test="off", fallback=False, lanes=lanes, progress=told, observer=watching)
+    try:
+        with stages("opening the bundle") as told:
+            settings: OpenOptions = {"self_test": "off", "fallback": False, "lanes": lanes}
+            planner = Planner.open(bundle, progress=told, observer=watching, **settings)
+    except BackendError as error:
+        if measured is None:
+            raise
+        say(f"only the quality is measured: {error}")
+        return _tell(bundle, _Unrun(measured(None)), report, json)
     with planner:
         tasks = given if given is not None else default_prompts(planner, max_new_tokens, bundle)
         ids = [planner.encode(task) for task in tasks[:count]]
@@ -194,16 +250,23 @@ def _verify_bundle(
             self_test, drafting = replay(opened, backend), check_acceptance(backend, recorded)
         result = verify_lossless(backend, ids, max_new_tokens=max_new_tokens, stop_token_ids=stop, progress=say)
         mixes = verify_mixes(planner, watching, ids, max_new_tokens, say) if planner.shape.lanes > 1 else None
-    outcome = _Outcome(result, recorded, self_test, drafting, mixes)
+        quality = None if measured is None else measured(planner.backend)
+    outcome = _Outcome(result, recorded, self_test, drafting, mixes, quality)
+    _tell(bundle, outcome, report, json)
+    outcome.check()
+
+
+def _tell(bundle: Path, outcome: _Outcome | _Unrun, report: Path | None, json: bool) -> None:
+    """Say and write what was found."""
     found = outcome.to_json()
     if json:
         emit_json(found)
     else:
         outcome.show()
     if report is not None:
-        write_report(report, bundle, found, _bench(bundle) if found["ok"] else None, _doctor(bundle))
+        runs = found["ok"] and isinstance(outcome, _Outcome)
+        write_report(report, bundle, found, _bench(bundle) if runs else None, _doctor(bundle))
         say(f"wrote {report}")
-    outcome.check()
 
 
 def _bench(bundle: Path) -> dict[str, Any]:

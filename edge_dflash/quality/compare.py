@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from edge_dflash.quality.report import Figures, Perplexity, Spread
+from edge_dflash.quality.stream import values_of
 from edge_dflash.weights.formats import Weight
-from edge_dflash.weights.quantize import dequantize
 
 TOP = 5
 _SLICE = 1 << 22  # logits of a slice, and values of a head's: at most 8 times as many
@@ -120,7 +120,7 @@ def compare(
     for first in range(0, vocabulary, step):
         progress(first, vocabulary)
         ids = slice(first, min(vocabulary, first + step))
-        matrices = [_matrix(head.rows(ids)) for head in heads]
+        matrices = [values_of(head.rows(ids)) for head in heads]
         z = base.logits(ids, matrices)
         e, older = p.add(z, first, following)
         for name, side in sides.items():
@@ -130,13 +130,6 @@ def compare(
             q.gap = q.gap * older[:rows] + (e[:rows] * (z[:rows] - other)).sum(1)
     progress(vocabulary, vocabulary)
     return {name: _compared(p, q) for name, q in sums.items()}
-
-
-def _matrix(weight: Weight) -> torch.Tensor:
-    """Float32 values, on the device of the context."""
-    with torch.device("cpu"):
-        values = dequantize(weight)
-    return values.to(torch.get_default_device())
 
 
 def _compared(p: _Sums, q: _Sums) -> Compared:

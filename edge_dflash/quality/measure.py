@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 
 from edge_dflash.bundle.parts import Tensor, tensor_file, write_file
 from edge_dflash.common.progress import Progress, Stage, unheard
-from edge_dflash.model.ops import Experts, GatedDelta, Op, StateOp
+from edge_dflash.model.ops import Experts, GatedDelta, Linear, Op, StateOp
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.quality.compare import Compared, Side, compare
 from edge_dflash.quality.report import Figures
@@ -24,9 +24,8 @@ from edge_dflash.weights.formats import KvFormat, WeightStore
 from edge_dflash.weights.safetensors import TensorFiles
 
 ALL, WEIGHTS, KV, PARTS, UNITS = "all", "weights", "kv", "parts/", "units/"  # names of variants, and their beginnings
-MOST_TOKENS = 4096
-WORK = {"cpu": 2e14, "cuda": 1e16}  # FLOP that a measurement takes at most, about
 LEAST_UNIT_TOKENS = 16
+_REST = 1 << 30  # bytes of libraries, of slices of heads and their logits, and of mapped files
 LAYER = ".input_layernorm"  # what the first op of a layer reads
 
 
@@ -75,16 +74,31 @@ def all_variants(passes: Passes, kv: KvFormat, tokens: int) -> dict[str, Variant
     return whole | {name: Variant(one.taken, rows) for name, one in alone.items()}
 
 
-def costs(passes: Passes, variants: Mapping[str, Variant]) -> list[int]:
-    """FLOP of each op over the source's rows and those of the variants that differ by then."""
-    rows, found = max((one.rows for one in variants.values()), default=0), list[int]()
-    waiting = dict(variants)
+def _by_then(passes: Passes, variants: Mapping[str, Variant]) -> Iterator[tuple[Op, int]]:
+    """Each op, and rows of the source and of the variants that differ by then."""
+    waiting, rows = dict(variants), max(one.rows for one in variants.values())
     for op in passes.program.ops:
         touched = {*op.weights, *([op.state] if isinstance(op, StateOp) else [])}
         for name in [name for name, one in waiting.items() if not one.taken.isdisjoint(touched)]:
             rows += waiting.pop(name).rows
-        found.append(rows * _flop(op, passes))
-    return found
+        yield op, rows
+
+
+def costs(passes: Passes, variants: Mapping[str, Variant]) -> list[int]:
+    """FLOP of each op."""
+    return [rows * _flop(op, passes) for op, rows in _by_then(passes, variants)]
+
+
+def memory(passes: Passes, variants: Mapping[str, Variant]) -> int:
+    """Bytes at most: rows of all tensors alive, those that an op takes together, and the values of one matrix."""
+    columns, alive, most = passes.program.columns, 0, 0
+    for (op, rows), freed in zip(_by_then(passes, variants), passes.program.freed, strict=True):
+        alive += columns[op.output]
+        taken = sum(columns[name] for name in (*op.inputs, op.output)) if isinstance(op, Linear | Experts) else 0
+        matrix = max((prod(passes.program.weights[n].shape) for n in op.weights if "embed" not in n), default=0)
+        most = max(most, 4 * rows * (alive + taken) + 8 * matrix)
+        alive -= sum(columns[name] for name in freed)
+    return most + _REST
 
 
 def _flop(op: Op, passes: Passes) -> int:
@@ -143,6 +157,18 @@ class Run:
             stage.finish()
             self._stores.release()
         return found
+
+    def backend(self, rows: np.ndarray[Any, Any], logits: torch.Tensor) -> tuple[Compared, Compared]:
+        """A backend's logits of some kept rows against the source, and against everything of the other store.
+
+        After :meth:`compared`.
+        """
+        with torch.inference_mode(), _on(self._device):
+            at, following = torch.as_tensor(rows), torch.as_tensor(self._ids[rows + 1])
+            side, heads = {"": Side(logits.to(at.device), None)}, self._stream.heads()
+            bases = (Side(self._stream.hidden(name)[at], head) for head, name in enumerate((SOURCE, ALL)))
+            one, other = (compare(base, side, heads, following)[""] for base in bases)
+        return one, other
 
     def side(self, name: str, head: int) -> Side:
         """The kept rows of a variant before a head."""

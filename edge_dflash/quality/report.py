@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_dflash.bundle.manifest import QUALITY, Manifest
+from edge_dflash.common.files import read_bytes
+from edge_dflash.common.tables import decode, encode
+from edge_dflash.errors import BundleError
 
 BANDS = ((0.01, "near lossless"), (0.05, "good"), (0.1, "noticeable"))  # KLD below which it is called so
 
@@ -77,4 +85,23 @@ class Quality(Figures):
     where: Mapping[str, Figures]  # everything, by the place of the token that is predicted
     units: Mapping[str, Figures]  # each alone: "layers.3.mlp", "layers.3.kv", "lm_head"
     protocol: Protocol
-    backend: BackendQuality | None = field(default=None)  # None: it cannot run where this was measured
+    backend: BackendQuality | None  # None: it cannot run where this was measured
+
+
+def dump_quality(quality: Quality) -> bytes:
+    """Text of quality.json."""
+    return (json.dumps(encode(quality), indent=1, allow_nan=False) + "\n").encode()
+
+
+def read_quality(bundle: Path, manifest: Manifest) -> Quality | None:
+    """The figures that a bundle holds; None: it was not measured. Raises BundleError."""
+    if (entry := manifest.files.get(QUALITY)) is None:
+        return None
+    try:
+        text = read_bytes(bundle / QUALITY)
+        if hashlib.sha256(text).hexdigest() == entry.sha256:
+            return decode(Quality, json.loads(text), QUALITY)
+        what = "it has another hash than the manifest says"
+    except (OSError, ValueError, RecursionError) as error:
+        what = str(error)
+    raise BundleError(f"cannot read {bundle / QUALITY}: {what}; measure it again with edge-dflash verify --quality")

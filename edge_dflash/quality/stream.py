@@ -94,6 +94,16 @@ def _unit(name: str, op: Op) -> str | None:
     return f"layers.{words[2]}.{'experts' if isinstance(op, Experts) else _PARTS[words[3]]}"
 
 
+def values_of(weight: Weight) -> torch.Tensor:
+    """Float32 values on the device of the context; the mapped pages that they were read from are forgotten."""
+    with torch.device("cpu"):
+        values = dequantize(weight)
+    for array in vars(weight).values():
+        if isinstance(array, np.ndarray):
+            forget_pages(array)
+    return values.to(torch.get_default_device())
+
+
 class Values(TorchWeights):
     """Float32 values of a store's weights on the device of the context, read anew each time."""
 
@@ -103,13 +113,7 @@ class Values(TorchWeights):
 
     def tensor(self, name: str) -> torch.Tensor:
         """See TorchWeights."""
-        weight = self.get(name)
-        with torch.device("cpu"):
-            values = dequantize(weight)
-        for array in vars(weight).values():
-            if isinstance(array, np.ndarray):
-                forget_pages(array)
-        return values.to(torch.get_default_device())
+        return values_of(self.get(name))
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """See TorchWeights; wide inputs whatever the weight says."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
-from edge_dflash.text.images import is_image
 from edge_dflash.text.prompt import Prompter, Task
 from edge_dflash.text.tokenizer import Tokenizer
 
@@ -103,12 +102,6 @@ def _said(task: Task) -> str | None:
     if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
         return None
     return str(last["content"])
-
-
-def shows(task: Task) -> bool:
-    """Whether a task has an image, which is not measured."""
-    contents = [] if isinstance(task, str) else [m.get("content") for m in task if isinstance(m, dict)]
-    return any(is_image(part) for content in contents if isinstance(content, list) for part in content)
 
 
 def places(tokenizer: Tokenizer | None, prompt: Sequence[int], answer: Sequence[int]) -> list[str]:

@@ -32,7 +32,7 @@ def test_slices_give_what_the_whole_gives(monkeypatch, numbers, scale):
     found = compare(Side(hidden, 0), sides, heads, following, lambda done, total: seen.append((done, total)))
     wanted = {
         "moved": moved @ head.T,
-        "head": hidden[:5] @ module._matrix(other).T,
+        "head": hidden[:5] @ module.values_of(other).T,
         "logits": (moved @ head.T)[:7],
     }
     for name, z in wanted.items():

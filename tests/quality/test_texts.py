@@ -7,7 +7,7 @@ from quality_support import source
 
 from edge_dflash.demo.tasks import TARGET
 from edge_dflash.errors import RequestError
-from edge_dflash.quality.texts import MOST_LINE, PLACES, fingerprint, label_bytes, make_texts, parse_tasks, shows
+from edge_dflash.quality.texts import MOST_LINE, PLACES, fingerprint, label_bytes, make_texts, parse_tasks
 from edge_dflash.text.tokenizer import Tokenizer
 
 LETTERS = {
@@ -111,8 +111,7 @@ def test_ids_that_give_no_figure_are_refused(task):
         make_texts([task], None, source()[1].target.vocab_size, 100, None)
 
 
-def test_images_are_seen():
-    assert shows([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}])
-    assert not shows([{"role": "user", "content": "x"}])
-    assert not shows("x")
-    assert not shows([1, 2])
+def test_images_are_refused():
+    shown = [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]
+    with pytest.raises(RequestError, match="image"):
+        make_texts([shown], tokenizer(), 1024, 100, None)

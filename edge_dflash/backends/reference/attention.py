@@ -124,7 +124,7 @@ def attend(
     k, v = memory.read(-(-keys // KEY_TILE) * KEY_TILE)
     tiles = []
     for first in range(0, q.shape[0], ROW_TILE):
-        mask = _mask((op.bidirectional, op.window), start + first, rows - first, keys, k.shape[0])
+        mask = _mask((op.bidirectional, op.window), start + first, rows - first, keys, k.shape[0]).to(q.device)
         tiles.append(_tile(q[first : first + ROW_TILE], k, v, mask))
     out = torch.cat(tiles).flatten(1)
     return out if gate is None else out * sigmoid(gate)

@@ -1,0 +1,305 @@
+"""A bundle against the checkpoint that it was made from: what is measured, how long it takes, where it is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from edge_dflash.backends.reference.dense import arithmetic
+from edge_dflash.bundle.manifest import MANIFEST, QUALITY, dump_manifest, fingerprint
+from edge_dflash.bundle.parts import write_file
+from edge_dflash.bundle.reader import Bundle, read_manifest
+from edge_dflash.common.files import LARGE, directory, locked, read_text
+from edge_dflash.common.progress import Progress, Stage
+from edge_dflash.decode.backend import Backend
+from edge_dflash.decode.replay import Recorded, replay
+from edge_dflash.errors import RequestError, short
+from edge_dflash.model import pair_programs
+from edge_dflash.model.specs import PairSpec
+from edge_dflash.quality import texts as given
+from edge_dflash.quality.compare import Compared
+from edge_dflash.quality.measure import ALL, KV, PARTS, UNITS, WEIGHTS, Run, Stores, all_variants, costs, memory
+from edge_dflash.quality.report import BackendQuality, Protocol, Quality, dump_quality
+from edge_dflash.quality.stream import Passes, Variant
+from edge_dflash.quality.texts import MOST_LINE, Text, make_texts, parse_tasks
+from edge_dflash.text.prompt import Task
+from edge_dflash.text.tokenizer import Tokenizer
+from edge_dflash.version import __version__
+from edge_dflash.weights.checkpoint import PairCheckpoint, checkpoint_pair
+from edge_dflash.weights.formats import KvFormat
+
+ANSWER = 128  # tokens of an answer that is generated, at most
+TOKENS = 2048  # in all, at most
+FLOP = {"cpu": 2e14, "cuda": 2e16}  # of a measurement, at most about
+MEMORY = 6_000_000_000  # bytes, by the forecast
+_BACKEND_LOGITS = 1 << 26  # of a backend that are held at once
+_READ = 8e-9  # seconds for each value of a weight, to read and widen it
+_LAYERS = 10  # that are shown
+_HEAD = 1 << 20  # bytes of a file that its fingerprint covers, besides its size
+_FREE = ("tied", "eos_token_ids", "max_position_embeddings", "vision")  # fields in which a source may differ
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TaskSet:
+    """Tasks, and where they come from in a few words."""
+
+    tasks: Sequence[Task]
+    origin: str
+
+    @classmethod
+    def read(cls, path: Path) -> TaskSet:
+        """Of a JSONL file. Raises RequestError."""
+        try:
+            return cls(parse_tasks(read_text(path, LARGE), path, MOST_LINE), path.name)
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise RequestError(f"cannot read {path}: {why}; give a file of one JSON object a line") from None
+
+    @classmethod
+    def held_out(cls, bundle: Bundle) -> TaskSet:
+        """Those of calib/ behind what the bundle's scales were measured on; random ids without a tokenizer."""
+        if (tokenizer := _tokenizer(bundle)) is None:
+            ids = np.random.default_rng(0).integers(0, bundle.pair.target.vocab_size, (4, 64))
+            return cls(ids.tolist(), "random ids (no tokenizer)")
+        file = directory("calib") / "robot_planning.jsonl"
+        words, scales = read_text(file, LARGE), json.loads(read_text(bundle.path / "calibration.json"))
+        tasks, first = parse_tasks(words, file), 0
+        used = scales["tokens"] if scales["prompts"] == hashlib.sha256(words.encode()).hexdigest() else 0
+        while used > 0 and first < len(tasks) - 1:
+            used -= sum(len(tokenizer.encode_text(one["content"])) for one in tasks[first] if isinstance(one, dict))
+            first += 1
+        return cls(tasks[first:], f"calib/{file.name} from prompt {first + 1} on")
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """An open checkpoint of a bundle's target."""
+
+    store: PairCheckpoint
+    digest: str  # of its files' names, sizes and heads
+    stamps: str  # their times
+
+    @classmethod
+    def open(cls, directory: Path, bundle: PairSpec) -> SourceModel:
+        """Raises RequestError for a checkpoint of another model, CheckpointError for a damaged one."""
+        found, pair, digest, stamps = checkpoint_pair(directory, None).target, _target(bundle), hashlib.sha256(), ""
+        for name in (one.name for one in fields(found) if one.name not in _FREE):
+            if (its := getattr(found, name)) != (mine := getattr(pair.target, name)):
+                raise RequestError(
+                    f"{directory}: {name} is {short(its)}, that of the bundle's target {short(mine)}; give --quality "
+                    "the checkpoint that the bundle was made from"
+                )
+        for path in sorted((*directory.glob("*.safetensors"), directory / "config.json")):
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(_HEAD))
+            stamps += f"{path.stat().st_mtime_ns} "
+        return cls(PairCheckpoint.open(directory, None, pair_programs(pair).weights), digest.hexdigest(), stamps)
+
+
+def _target(pair: PairSpec) -> PairSpec:
+    """The target alone, without eyes."""
+    return replace(pair.text_only, drafter=None)
+
+
+def _tokenizer(bundle: Bundle) -> Tokenizer | None:
+    return Tokenizer.open(bundle.path / "tokenizer") if bundle.manifest.tokenizer else None
+
+
+def measure(
+    bundle: Bundle,
+    source: SourceModel,
+    prompts: TaskSet,
+    *,
+    folder: Path,
+    backend: Backend | None,
+    progress: Progress,
+    say: Say,
+) -> Quality:
+    """Measure a bundle; ``backend``: it loaded, if it runs here, which then answers, and whose logits are compared.
+
+    What is done is kept in ``folder`` until the end, so that a killed run goes on. Raises RequestError for prompts that
+    are none of this model, CheckpointError for a source or a bundle with NaN.
+    """
+    pair, kv = _target(bundle.pair), bundle.manifest.precision.kv
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    passes, tokenizer = Passes.of(pair), _tokenizer(bundle)
+    most = _most_tokens(passes, kv, device)
+    answer = None if backend is None else _answers(backend, pair, tokenizer, Stage(progress, "answers", most))
+    texts = make_texts(prompts.tasks, tokenizer, pair.target.vocab_size, most, answer)
+    tokens = sum(len(text.ids) for text in texts)
+    variants = all_variants(passes, kv, tokens)
+    say(_forecast(passes, variants, device))
+
+    def release() -> None:
+        source.store.release()
+        bundle.release()
+
+    made_of = source.digest, source.stamps, fingerprint(bundle.manifest), given.fingerprint(texts)
+    key = hashlib.sha256(repr((*made_of, __version__, arithmetic(), device)).encode()).hexdigest()
+    with _working(folder, key):
+        ids = [text.ids for text in texts]
+        run = Run(passes, Stores(source.store, bundle, kv, release), ids, variants, device=device, folder=folder)
+        found = run.compared(progress)
+        own = None if backend is None else _of_backend(bundle, backend, run, texts)
+    protocol = Protocol(
+        version=__version__,
+        source=source.digest,
+        texts=given.fingerprint(texts),
+        prompts=prompts.origin,
+        answers=_whose(texts, backend),
+        sequences=len(texts),
+        unit_tokens=min(one.rows for one in variants.values()),
+    )
+    places = np.array([place for text in texts for place in text.places])[run.kept + 1]
+    return _quality(found, places, protocol, own)
+
+
+def _quality(found: dict[str, Compared], places: np.ndarray, protocol: Protocol, own: BackendQuality | None) -> Quality:
+    everything = found[ALL]
+    units = {name.removeprefix(UNITS): one for name, one in found.items() if name.startswith(UNITS)}
+    layers: dict[str, list[Compared]] = {}
+    for name, one in units.items():
+        layers.setdefault(name.rpartition(".")[0] or name, []).append(one)
+    summed = {name: Compared.summed(parts).figures() for name, parts in layers.items() if name != "lm_head"}
+    worst = sorted(summed, key=lambda name: -summed[name].kld.mean)[:_LAYERS]
+    parts = {name.removeprefix(PARTS): one.figures() for name, one in found.items() if name.startswith(PARTS)}
+    there = [place for place in given.PLACES if (places == place).any()]
+    return Quality(
+        **vars(everything.figures()),
+        weights=found[WEIGHTS].figures() if WEIGHTS in found else None,
+        kv=found[KV].figures() if KV in found else None,
+        layers={name: summed[name] for name in worst},
+        parts=parts,
+        where={place: everything.figures(torch.from_numpy(places == place)) for place in there},
+        units={name: one.figures() for name, one in units.items()},
+        protocol=protocol,
+        backend=own,
+    )
+
+
+def keep(bundle: Path, quality: Quality) -> None:
+    """Write quality.json into a finished bundle, and the manifest that lists it. Raises OSError.
+
+    At every moment the bundle is whole: without the figures, or with them.
+    """
+    manifest, fresh = read_manifest(bundle), bundle.with_name(f"{bundle.name}.manifest")
+    files = {name: entry for name, entry in manifest.files.items() if name != QUALITY}
+    for text in (None, dump_quality(quality)):
+        if text is not None:
+            files[QUALITY] = write_file(fresh, [text])
+            fresh.replace(bundle / QUALITY)
+        write_file(fresh, [dump_manifest(replace(manifest, files=files))])
+        fresh.replace(bundle / MANIFEST)
+
+
+def _most_tokens(passes: Passes, kv: KvFormat, device: str) -> int:
+    """As many as FLOP and MEMORY allow."""
+    some = all_variants(passes, kv, TOKENS)
+    fixed = memory(passes, {name: replace(one, rows=0) for name, one in some.items()})
+    share = min(1.0, FLOP[device] / sum(costs(passes, some)), (MEMORY - fixed) / (memory(passes, some) - fixed))
+    return max(64, int(TOKENS * share))
+
+
+def _forecast(passes: Passes, variants: dict[str, Variant], device: str) -> str:
+    """What is about to be done, in a line; one product is timed for it."""
+    x, flop = torch.ones(256, 2048, device=device), sum(costs(passes, variants))
+    w = torch.ones(2048, 2048, device=device)
+    (x @ w).sum().item()
+    began = time.perf_counter()
+    (x @ w).sum().item()
+    rate = 2 * x.shape[0] * w.numel() / (time.perf_counter() - began)
+    values = sum(int(np.prod(passes.program.weights[name].shape)) for name in passes.program.weights)
+    seconds = flop / rate + 2 * values * _READ
+    disk = 8 * sum(one.rows for one in variants.values()) * passes.program.columns[passes.program.outputs["hidden"]]
+    units = [one.rows for name, one in variants.items() if name.startswith(UNITS)]
+    whole, gb = len(variants) - len(units) + 1, memory(passes, variants) / 1e9
+    return (
+        f"measuring {variants[ALL].rows} tokens in {whole} variants, {min(units)} in each of {len(units)} units: "
+        f"about {max(1.0, seconds / 60):.0f} min, at most {gb:.1f} GB of memory, {disk / 1e9:.1f} GB of disk"
+    )
+
+
+def _answers(backend: Backend, pair: PairSpec, tokenizer: Tokenizer | None, stage: Stage) -> given.Answer:
+    """Greedy answers of a backend, plain or drafted: they are the same."""
+    ends = {*pair.target.eos_token_ids, tokenizer.eos_token_id if tokenizer else None}
+
+    def answer(prompt: Sequence[int]) -> list[int]:
+        tokens, room = list[int](), min(ANSWER, backend.shape.usable_context - len(prompt))
+        if room <= 0:
+            return tokens
+        for passed in replay(backend, prompt, see=lambda rows: None):
+            tokens += passed.tokens
+            end = next((at + 1 for at, token in enumerate(tokens) if token in ends), room)
+            if len(tokens) >= end:
+                stage.advance(len(prompt) + end)
+                return tokens[: min(end, room)]
+        raise AssertionError("a replay without a record has no end")
+
+    return answer
+
+
+def _of_backend(bundle: Bundle, backend: Backend, run: Run, texts: Sequence[Text]) -> BackendQuality | None:
+    """A backend's logits over answers (where texts have none, over all of them), by verify passes as in decoding."""
+    rows, logits, first, left = list[int](), list[np.ndarray](), 0, _BACKEND_LOGITS // backend.shape.vocab_size
+    for text in texts:
+        ids, begin = text.ids, text.places.count("prompt")
+        begin = begin if begin < len(ids) else 1
+        stop = min(len(ids), begin + left, backend.shape.usable_context)
+        if begin < stop:
+            chunks = _chunks(ids[begin:stop], backend.shape.verify_rows)
+            forced = Recorded(ids[begin:stop], [chunk[1:] for chunk in chunks], [len(chunk) for chunk in chunks])
+            for passed in replay(backend, ids[:begin], forced, see=lambda rows: None, propose=False):
+                logits.append(passed.rows.logits().copy())
+            rows += range(first + begin - 1, first + stop - 1)
+            left -= stop - begin
+        first += len(ids)
+    if not rows:
+        return None
+    one, other = run.backend(np.array(rows), torch.from_numpy(np.concatenate(logits)))
+    return BackendQuality(**vars(one.figures()), name=bundle.manifest.backend, against_reference=other.figures())
+
+
+def _chunks(ids: Sequence[int], rows: int) -> list[list[int]]:
+    """All ids but the last, which no row is computed for, ``rows`` at a time."""
+    return [list(ids[at : min(at + rows, len(ids) - 1)]) for at in range(0, len(ids) - 1, rows)]
+
+
+def _whose(texts: Sequence[Text], backend: Backend | None) -> str:
+    answered = sum(text.places.count("prompt") < len(text.ids) for text in texts)
+    whose = "given" if backend is None else "given, or the bundle's own, greedy"
+    return f"{whose}: {answered} of {len(texts)}" if answered else "none: no backend of the bundle runs here"
+
+
+@contextmanager
+def _working(folder: Path, key: str) -> Iterator[None]:
+    """A locked directory for the state of what ``key`` names; an earlier run's of anything else is removed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            if not (mark := folder / f"{key}.key").exists():
+                _clear(folder)
+                mark.touch()
+            yield
+            _clear(folder)
+        with suppress(OSError):  # somebody else's files are there
+            folder.rmdir()
+    except BlockingIOError:
+        raise RequestError(f"{folder} is locked: another process measures this bundle; wait for it") from None
+    except OSError as error:
+        what = f"{error.strerror or error} ({error.filename or folder})"
+        raise RequestError(f"the state of a measurement cannot be kept: {what}; give a directory to write") from None
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.suffix in (".safetensors", ".part", ".key"):
+            path.unlink()
