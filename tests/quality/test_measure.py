@@ -101,10 +101,10 @@ def test_equal_weights_are_lossless_and_name_no_unit():
     assert found[ALL].figures().kld.max == 0
 
 
-@pytest.mark.parametrize("layer", [1, 5])
-def test_a_stretched_global_scale_is_named(demo_bundle, layer):
+@pytest.mark.parametrize("layer", [5, 7])
+def test_a_stretched_global_scale_is_named(layer):
     store, pair = source()
-    faulty = Changed(Bundle.open(demo_bundle), stretched(layer, 1.05))
+    faulty = Changed(Changed(store, rounded(pair)), stretched(layer, 1.05))
     found = sensitivities(Stores(store, faulty), pair, task_texts())
     layers = Counter()
     for name, figures in found.items():
@@ -112,7 +112,7 @@ def test_a_stretched_global_scale_is_named(demo_bundle, layer):
     del layers[""]  # the head
     (worst, most), (_, second) = layers.most_common(2)
     assert worst == f"layers.{layer}"
-    assert most > 1.02 * second
+    assert most > 1.2 * second
 
 
 @pytest.mark.parametrize(("part", "times"), [(2, 1.3), (4, 30)])

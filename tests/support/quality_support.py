@@ -51,7 +51,7 @@ def rounded(pair, form="nvfp4"):
     specs = pair_programs(pair).weights
 
     def change(name, weight):
-        wanted = specs[name].kind == "linear" and weight.shape[1] % 16 == 0
+        wanted = specs[name].kind == "linear" and not name.endswith(("in_proj_a", "in_proj_b"))
         return ENCODERS[form](wide_tensor(weight).float()) if wanted else weight
 
     return change
