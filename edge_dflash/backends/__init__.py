@@ -16,7 +16,7 @@ from edge_dflash.errors import BackendError
 SMALL_MODEL = 1024  # hidden size up to which torch runs on one thread: more would mostly wait for each other
 
 if TYPE_CHECKING:
-    from edge_dflash.backends.cuda.loading import DenseExecutor
+    from edge_dflash.backends.cuda.loading import Launches
     from edge_dflash.bundle.reader import Bundle
     from edge_dflash.model.specs import PairSpec
 
@@ -82,7 +82,7 @@ def _device(bundle: Bundle, name: str, pair: PairSpec, lanes: int) -> Backend:
             f"{bundle.path} holds kernels {found} of {manifest.created_by}, this version launches {wanted}; "
             f"build it again with {manifest.options}"
         )
-    dense: DenseExecutor | None = None  # the native backend's own launches
+    dense: Launches | None = None  # the native backend's own
     if name == "tensorrt":
         from edge_dflash.backends.cuda.tensorrt.dense import bundle_ops
 

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.registry import DRAFTERS
 from edge_dflash.model.specs import PairSpec, PatchSpec, TargetSpec
 from edge_dflash.pictures.picture import picture_of
-from edge_dflash.pictures.pictured import Pictured, Placed
+from edge_dflash.pictures.pictured import Picture, Pictured, Placed
 from edge_dflash.weights.checkpoint import PairCheckpoint, checkpoint_pair
 from edge_dflash.weights.formats import Array, Nvfp4Weight, Weight, WeightStore
 from edge_dflash.weights.safetensors import TensorFiles
@@ -289,30 +288,18 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class GoldenPicture:
-    """A picture by the tower's input. See :class:`~edge_dflash.pictures.pictured.Picture`."""
+class GoldenPicture(Picture):
+    """A picture by the tower's input."""
 
     patches: npt.NDArray[np.float32]
-    grid: tuple[int, int]
-    spec: PatchSpec
 
-    @property
-    def tokens(self) -> int:
-        """Rows of the language model."""
-        return len(self.patches) // self.spec.merge**2
-
-    @property
-    def levels(self) -> npt.NDArray[np.uint8]:
-        """Those of the first frame."""
-        frame = self.patches.reshape(len(self.patches), 3, self.spec.temporal, -1)[:, :, 0]
-        mean, std = (np.array(numbers)[:, None] for numbers in (self.spec.mean, self.spec.std))
-        levels: npt.NDArray[np.uint8] = np.rint(255 * (frame * std + mean)).astype(np.uint8)
-        return levels.reshape(len(self.patches), -1)
-
-    @property
-    def digest(self) -> bytes:
-        """Of the patches."""
-        return blake2b(self.patches.tobytes(), digest_size=16).digest()
+    @classmethod
+    def of(cls, patches: npt.NDArray[np.float32], grid: tuple[int, int], spec: PatchSpec) -> GoldenPicture:
+        """With the levels of the first frame."""
+        frame = patches.reshape(len(patches), 3, spec.temporal, -1)[:, :, 0]
+        mean, std = (np.array(numbers)[:, None] for numbers in (spec.mean, spec.std))
+        levels = np.rint(255 * (frame * std + mean)).astype(np.uint8)
+        return cls(levels.reshape(len(patches), -1), grid, spec, patches)
 
     def values(self) -> npt.NDArray[np.float32]:
         """The patches."""
@@ -371,6 +358,8 @@ def said(golden: Arrays, given: Arrays, prompt: Sequence[int], target: TargetSpe
             raise VerificationError(f"the golden file lacks {name}, or a placeholder {token} for it; copy it again")
         _, rows, columns = golden[f"{name}.grid_thw"].tolist()
         patches = np.asarray(golden[f"{name}.pixel_values"], np.float32)
-        placed.append(Placed(prompt.index(token, at), GoldenPicture(patches, (rows, columns), target.vision.patches)))
+        placed.append(
+            Placed(prompt.index(token, at), GoldenPicture.of(patches, (rows, columns), target.vision.patches))
+        )
         at = placed[-1].end
     return Pictured(tuple(prompt), tuple(placed))

@@ -146,16 +146,9 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def write_report(
-    file: Path,
-    bundle: Path,
-    found: Mapping[str, Any],
-    bench: Mapping[str, Any] | None,
-    doctor: Mapping[str, Any],
+    file: Path, bundle: Path, found: Mapping[str, Any], bench: Mapping[str, Any] | None, doctor: Mapping[str, Any]
 ) -> None:
-    """Write what ``verify`` found, the benchmark (None: it was not run), the doctor's checks and what ran them.
-
-    Raises OSError.
-    """
+    """Write what ``verify`` found, the benchmark (None: not run), the doctor's checks and what ran. Raises OSError."""
     text = {
         "what": "Report of edge-dflash verify",
         "ok": found["ok"],

@@ -1,7 +1,4 @@
-"""What a benchmark found, as frozen values that become its JSON and one SVG drawing.
-
-Times are milliseconds, sizes bytes.
-"""
+"""What a benchmark found (milliseconds, bytes), as frozen values that become its JSON and one SVG drawing."""
 
 from __future__ import annotations
 

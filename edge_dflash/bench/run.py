@@ -8,21 +8,11 @@ from dataclasses import replace
 from operator import ne
 from typing import TYPE_CHECKING
 
+from edge_dflash.bench import result
 from edge_dflash.bench.device import Device, StepTime, force, memory, on_device, profile
 from edge_dflash.bench.lanes import company, load
 from edge_dflash.bench.measure import ROUNDS, Decodings, Meter, lent, mean_cycle
 from edge_dflash.bench.provenance import ClockSample, describe
-from edge_dflash.bench.result import (
-    BenchResult,
-    ByDrafts,
-    Chosen,
-    Cold,
-    CycleTimes,
-    Formed,
-    PassTime,
-    Prefill,
-    StepKind,
-)
 from edge_dflash.bench.workload import Form, Say, Subject, Workload, reached, tiled
 from edge_dflash.decode.backend import Backend, Rows
 from edge_dflash.decode.delegate import Delegate
@@ -34,7 +24,7 @@ if TYPE_CHECKING:  # importing it needs CUDA's bindings
     from edge_dflash.backends.cuda.backend import NativeBackend
 
 
-def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResult:
+def run(subject: Subject, device: Device, work: Workload, say: Say) -> result.BenchResult:
     """Measure a loaded subject."""
     planner, shape, costs = subject.planner, subject.planner.shape, subject.costs
     on_gpu = on_device(planner.backend)
@@ -62,7 +52,7 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
     held = memory(on_gpu, device.free_bytes, allocations) if on_gpu else None
     coldest = first.prefill_seconds * 1e3, first.cycles[0].seconds * 1e3
     floor = costs.verify(len(subject.prompts[0]) + work.tokens // 2, 1, 1).total if costs else None
-    return BenchResult(
+    return result.BenchResult(
         pair=subject.title,
         backend=subject.kind,
         weights=subject.weights,
@@ -76,12 +66,12 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
         matmul_by=device.matmul_by,
         prompts=subject.source,
         plain=plain,
-        plain_floor_ms=PassTime.of(0, floor, device.bandwidth).floor_ms,
+        plain_floor_ms=result.PassTime.of(0, floor, device.bandwidth).floor_ms,
         speculative=decodings.planned,
         schema=formed,
         raw=decodings.raw,
         cycle=cycle,
-        cold=Cold(subject.load_seconds, len(subject.prompts[0]), *coldest, decodings.raw.ms),
+        cold=result.Cold(subject.load_seconds, len(subject.prompts[0]), *coldest, decodings.raw.ms),
         prefill=prefills,
         contexts=contexts,
         drafts_ms=drafts_ms,
@@ -96,7 +86,7 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
     )
 
 
-def decode_all(meter: Meter, subject: Subject, work: Workload) -> tuple[Decodings, Formed | None]:
+def decode_all(meter: Meter, subject: Subject, work: Workload) -> tuple[Decodings, result.Formed | None]:
     """Speculative decoding of the subject's prompts: by plans, by plans under its schema, by raw cycles."""
     planner, form, prompt = subject.planner, subject.form, subject.prompts[0]
     rows = planner.shape.verify_rows
@@ -108,7 +98,7 @@ def decode_all(meter: Meter, subject: Subject, work: Workload) -> tuple[Decoding
     if form is None or found.formed is None:
         return found, None
     replaced = _replaced_share(subject, form, budget)
-    return found, Formed(**vars(found.formed), schema=form.what, replaced=replaced)
+    return found, result.Formed(**vars(found.formed), schema=form.what, replaced=replaced)
 
 
 def fitted(work: Workload, backend: Backend, say: Say) -> Workload:
@@ -127,17 +117,17 @@ def fitted(work: Workload, backend: Backend, say: Say) -> Workload:
     return replace(work, context=min(work.context, room), prefill=prefill, contexts=contexts)
 
 
-def _chosen(meter: Meter, subject: Subject, work: Workload, say: Say) -> Chosen:
+def _chosen(meter: Meter, subject: Subject, work: Workload, say: Say) -> result.Chosen:
     """The first prompt by a planner that chooses the number of drafts; its first plan settles the number."""
     say("timing speculative decoding with drafts chosen by measurement")
     with lent(subject.planner.backend, chosen=True) as planner:
         other = replace(meter, planner=planner)
         for _ in range(2):
             found, plans = other.decode(subject.prompts[:1], work.budget(planner.shape.verify_rows))
-    return Chosen(**vars(found), drafts=plans[0].drafting.mean, usual=plans[0].drafting.usual)
+    return result.Chosen(**vars(found), drafts=plans[0].drafting.mean, usual=plans[0].drafting.usual)
 
 
-def _by_drafts(meter: Meter, subject: Subject, work: Workload, say: Say) -> tuple[ByDrafts, ...]:
+def _by_drafts(meter: Meter, subject: Subject, work: Workload, say: Say) -> tuple[result.ByDrafts, ...]:
     if work.acceptance is None and work.correlation is None:
         return ()
     say(f"timing cycles by their drafts at {work.context:,} tokens")
@@ -145,12 +135,12 @@ def _by_drafts(meter: Meter, subject: Subject, work: Workload, say: Say) -> tupl
     return meter.by_drafts(tiled(subject.filler, work.context), shares)
 
 
-def _prefill(meter: Meter, subject: Subject, tokens: int, device: Device, say: Say) -> Prefill:
+def _prefill(meter: Meter, subject: Subject, tokens: int, device: Device, say: Say) -> result.Prefill:
     say(f"timing a prompt of {tokens:,} tokens")
     return meter.prefill(tiled(subject.filler, tokens), device.matmul_rate)
 
 
-def _context(meter: Meter, subject: Subject, context: int, say: Say) -> CycleTimes:
+def _context(meter: Meter, subject: Subject, context: int, say: Say) -> result.CycleTimes:
     say(f"timing cycles at {context:,} tokens")
     prompt = tiled(subject.filler, context)
     if on_device(subject.planner.backend):
@@ -158,7 +148,7 @@ def _context(meter: Meter, subject: Subject, context: int, say: Say) -> CycleTim
     return mean_cycle(meter.cycles(prompt, 4).cycles)
 
 
-def _profile(device: NativeBackend, prompt: Sequence[int], say: Say) -> tuple[StepKind, ...]:
+def _profile(device: NativeBackend, prompt: Sequence[int], say: Say) -> tuple[result.StepKind, ...]:
     """Steps of a cycle by kind (layer numbers left out), the longest first."""
     say("timing every step of a cycle")
     device.reset()
@@ -167,7 +157,7 @@ def _profile(device: NativeBackend, prompt: Sequence[int], say: Say) -> tuple[St
         kinds.setdefault(re.sub(r"layers\.\d+", "layers.*", step.name), []).append(step)
     device.reset()
     found = (
-        StepKind(kind, len(steps), 1e3 * sum(s.seconds for s in steps), sum(s.weight_bytes for s in steps))
+        result.StepKind(kind, len(steps), 1e3 * sum(s.seconds for s in steps), sum(s.weight_bytes for s in steps))
         for kind, steps in kinds.items()
     )
     return tuple(sorted(found, key=lambda step: -step.ms))

@@ -226,10 +226,7 @@ KERNEL_ARCHS = tuple(arch.kernels for arch in ARCHS if arch.kernels is not None)
 
 
 def find_arch(spelling: str, backend: str | None = None) -> Arch:
-    """The architecture that ``spelling`` means, among those of ``backend``.
-
-    Raises BackendError naming the accepted ones.
-    """
+    """The architecture that ``spelling`` means among those of ``backend``. Raises BackendError naming all of them."""
     known = [arch for arch in ARCHS if backend is None or backend in arch.backends]
     word = str(spelling).strip().lower()
     digits = _SPELLING.fullmatch(word)

@@ -30,19 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from edge_dflash.board.linux import (
-    MemoryState,
-    SetMode,
-    entries,
-    numbered,
-    read_int,
-    read_memory,
-    read_model,
-    read_power_mode,
-    read_release,
-    read_scaled,
-    read_text,
-)
+from edge_dflash.board import linux
 
 PERIOD = 0.1  # seconds between two samples: the power monitors of Jetson boards average over about as long
 GAP = 1.0  # seconds without a sample after which the power is unknown
@@ -67,8 +55,8 @@ class Rail:
 def read_rails(root: Path) -> tuple[Rail, ...]:
     """Every labelled channel of every power monitor under ``root``."""
     rails: list[Rail] = []
-    for device in numbered(root / _HWMON, "hwmon"):
-        match read_text(device / "name"):
+    for device in linux.numbered(root / _HWMON, "hwmon"):
+        match linux.read_text(device / "name"):
             case "ina3221":  # channels 1 to 3; 4 and up are shunt voltages and their sum
                 rails += [rail for channel in (1, 2, 3) if (rail := _ina3221(device, channel)) is not None]
             case "ina238":
@@ -89,19 +77,19 @@ def read_input(root: Path = Path("/")) -> Rail | None:
 
 def _ina3221(device: Path, channel: int) -> Rail | None:
     """Bus voltage in mV, current in mA; the driver has no file for their product."""
-    label = read_text(device / f"in{channel}_label")
-    if label is None or label == _UNUSED or read_int(device / f"in{channel}_enable") == 0:
+    label = linux.read_text(device / f"in{channel}_label")
+    if label is None or label == _UNUSED or linux.read_int(device / f"in{channel}_enable") == 0:
         return None
-    volts, amperes = (read_scaled(device / f"{kind}{channel}_input", 1e3) for kind in ("in", "curr"))
+    volts, amperes = (linux.read_scaled(device / f"{kind}{channel}_input", 1e3) for kind in ("in", "curr"))
     watts = None if volts is None or amperes is None else volts * amperes
     return Rail(label, "ina3221", watts, volts, amperes, _flag(device / f"curr{channel}_crit_alarm"))
 
 
 def _ina238(device: Path) -> Rail:
     """Bus voltage in mV, current in mA, power in microwatts; the driver has no labels, boards may add one."""
-    label = read_text(device / "in1_label") or read_text(device / "label") or "VIN"
-    volts, amperes = read_scaled(device / "in1_input", 1e3), read_scaled(device / "curr1_input", 1e3)
-    watts = read_scaled(device / "power1_input", 1e6)
+    label = linux.read_text(device / "in1_label") or linux.read_text(device / "label") or "VIN"
+    volts, amperes = linux.read_scaled(device / "in1_input", 1e3), linux.read_scaled(device / "curr1_input", 1e3)
+    watts = linux.read_scaled(device / "power1_input", 1e6)
     return Rail(label, "ina238", watts, volts, amperes, _flag(device / "power1_max_alarm"))
 
 
@@ -113,12 +101,14 @@ def read_over_current(root: Path) -> dict[str, int]:
     device give an empty dict.
     """
     names = [f"oc{number}" for number in range(1, 7)]
-    files = ((name, device / f"{name}_event_cnt") for device in numbered(root / _HWMON, "hwmon") for name in names)
-    return {name: count for name, file in files if (count := read_int(file)) is not None}
+    files = (
+        (name, device / f"{name}_event_cnt") for device in linux.numbered(root / _HWMON, "hwmon") for name in names
+    )
+    return {name: count for name, file in files if (count := linux.read_int(file)) is not None}
 
 
 def _flag(path: Path) -> bool | None:
-    value = read_int(path)
+    value = linux.read_int(path)
     return None if value is None else value != 0
 
 
@@ -233,13 +223,13 @@ class Clock:
 def read_clocks(root: Path) -> tuple[Clock, ...]:
     """GPU and memory by device, CPU by policy."""
     devices = root / "sys/class/devfreq"
-    found = [_devfreq(devices / name, part) for name in entries(devices) if (part := _part(name)) is not None]
+    found = [_devfreq(devices / name, part) for name in linux.entries(devices) if (part := _part(name)) is not None]
     if not any(clock.part == "memory" for clock in found):
         debug = root / "sys/kernel/debug/bpmp/debug/clk/emc"
-        if (hz := read_int(debug / "rate")) is not None:
-            most = read_int(debug / "max_rate")
-            found.append(Clock("memory", "emc", hz, read_int(debug / "min_rate"), most, most, None))
-    found += [_policy(folder) for folder in numbered(root / "sys/devices/system/cpu/cpufreq", "policy")]
+        if (hz := linux.read_int(debug / "rate")) is not None:
+            most = linux.read_int(debug / "max_rate")
+            found.append(Clock("memory", "emc", hz, linux.read_int(debug / "min_rate"), most, most, None))
+    found += [_policy(folder) for folder in linux.numbered(root / "sys/devices/system/cpu/cpufreq", "policy")]
     return tuple(found)
 
 
@@ -250,22 +240,22 @@ def _part(name: str) -> Part | None:
 
 
 def _devfreq(folder: Path, part: Part) -> Clock:
-    steps = [int(word) for word in (read_text(folder / "available_frequencies") or "").split() if word.isdigit()]
-    hz, floor, limit = (read_int(folder / file) for file in ("cur_freq", "min_freq", "max_freq"))
-    return Clock(part, folder.name, hz, floor, limit, max(steps, default=None), read_text(folder / "governor"))
+    steps = [int(word) for word in (linux.read_text(folder / "available_frequencies") or "").split() if word.isdigit()]
+    hz, floor, limit = (linux.read_int(folder / file) for file in ("cur_freq", "min_freq", "max_freq"))
+    return Clock(part, folder.name, hz, floor, limit, max(steps, default=None), linux.read_text(folder / "governor"))
 
 
 def _policy(folder: Path) -> Clock:
     files = ("scaling_cur_freq", "scaling_min_freq", "scaling_max_freq", "cpuinfo_max_freq")
-    hz, floor, limit, most = (None if (khz := read_int(folder / file)) is None else khz * 1000 for file in files)
-    return Clock("cpu", folder.name, hz, floor, limit, most, read_text(folder / "scaling_governor"))
+    hz, floor, limit, most = (None if (khz := linux.read_int(folder / file)) is None else khz * 1000 for file in files)
+    return Clock("cpu", folder.name, hz, floor, limit, most, linux.read_text(folder / "scaling_governor"))
 
 
 def read_temperatures(root: Path) -> dict[str, float]:
     """Degrees Celsius by zone, without the ending ``-thermal``; zones that gave no answer are not in it."""
     found: dict[str, float] = {}
-    for zone in numbered(root / _THERMAL, "thermal_zone"):
-        name, value = read_text(zone / "type"), read_int(zone / "temp")
+    for zone in linux.numbered(root / _THERMAL, "thermal_zone"):
+        name, value = linux.read_text(zone / "type"), linux.read_int(zone / "temp")
         if name is not None and value is not None and _COLDEST < value < _HOTTEST:
             found[name.removesuffix("-thermal")] = value / 1e3
     return found
@@ -274,8 +264,8 @@ def read_temperatures(root: Path) -> dict[str, float]:
 def read_throttling(root: Path) -> dict[str, bool]:
     """Whether an alert is on, by its name; empty where there are no alerts to read."""
     found: dict[str, bool] = {}
-    for device in numbered(root / _THERMAL, "cooling_device"):
-        name, state = read_text(device / "type"), read_int(device / "cur_state")
+    for device in linux.numbered(root / _THERMAL, "cooling_device"):
+        name, state = linux.read_text(device / "type"), linux.read_int(device / "cur_state")
         if name is not None and name.endswith("-alert") and state is not None:
             found[name.removesuffix("-alert").removesuffix("-throttle")] = state > 0
     return found
@@ -287,13 +277,13 @@ class BoardState:
 
     model: str | None = None
     release: str | None = None  # of Jetson Linux
-    power_mode: SetMode | None = None
+    power_mode: linux.SetMode | None = None
     rails: tuple[Rail, ...] = ()
     clocks: tuple[Clock, ...] = ()
     temperatures: Mapping[str, float] = field(default_factory=dict)  # degrees Celsius by zone
     throttling: Mapping[str, bool] = field(default_factory=dict)  # by what is throttled
     over_current: Mapping[str, int] = field(default_factory=dict)  # events since boot
-    memory: MemoryState | None = None
+    memory: linux.MemoryState | None = None
 
     @property
     def watts(self) -> float | None:
@@ -339,13 +329,13 @@ class BoardState:
 def read_board_state(root: Path = Path("/")) -> BoardState:
     """Read all that the machine at ``root`` says, within a few milliseconds. Never raises for what is not there."""
     return BoardState(
-        read_model(root),
-        read_release(root),
-        read_power_mode(root),
+        linux.read_model(root),
+        linux.read_release(root),
+        linux.read_power_mode(root),
         read_rails(root),
         read_clocks(root),
         read_temperatures(root),
         read_throttling(root),
         read_over_current(root),
-        read_memory(root),
+        linux.read_memory(root),
     )

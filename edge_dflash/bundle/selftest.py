@@ -27,7 +27,7 @@ from edge_dflash.decode.replay import Recorded
 from edge_dflash.decode.shape import PairShape
 from edge_dflash.errors import BundleError
 from edge_dflash.model.specs import PatchSpec
-from edge_dflash.pictures.picture import PatchedPicture
+from edge_dflash.pictures.pictured import Picture
 
 SELFTEST = "selftest.json"
 SCHEMA = 2
@@ -68,13 +68,13 @@ class BestLogits:
         return rms / self.spread if self.spread > 0 else (math.inf if rms else 0.0)
 
 
-def chart(spec: PatchSpec) -> PatchedPicture:
+def chart(spec: PatchSpec) -> Picture:
     """The test's picture: waves of another length and phase in each patch and channel."""
     grid, area = (BLOCKS[0] * spec.merge, BLOCKS[1] * spec.merge), spec.patch**2
     patch, channel, pixel = np.indices((grid[0] * grid[1], 3, area))
     waves = np.sin((patch + 1) * 0.7 + (channel + 1) * 1.3 + pixel * (0.05 + 0.01 * patch + 0.03 * channel))
     levels = np.rint(127.5 + 127.5 * waves).astype(np.uint8).reshape(-1, 3 * area)
-    return PatchedPicture(levels, grid, spec)
+    return Picture(levels, grid, spec)
 
 
 @dataclass(frozen=True)

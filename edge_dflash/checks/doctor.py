@@ -443,9 +443,8 @@ def architecture(facts: Facts) -> Check | None:
         return None
     built = f"built for {' and '.join(manifest.backends)} on {manifest.arch}"
     if facts.on_cpu:
-        return (
-            ok(built) if facts.torch else fail(f"{built}; there is no torch here", "pip install 'edge-dflash[build]'")
-        )
+        remedy = "pip install 'edge-dflash[build]'"
+        return ok(built) if facts.torch else fail(f"{built}; there is no torch here", remedy)
     sm = find_arch(manifest.arch).sm
     if facts.device is None:
         return fail(f"{built}; there is no GPU here", "build with --backend reference --arch cpu for this machine")

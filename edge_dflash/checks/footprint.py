@@ -166,12 +166,9 @@ def kv_read_bytes(program: Program, context: int, kv: KvFormat) -> int:
 
     A layer with a window S reads the S - 1 rows that its first row sees; every other layer reads all rows.
     """
-    total = 0
-    for op in program.ops:
-        if isinstance(op, Attend):
-            rows = context if op.window is None else min(context, op.window - 1)
-            total += rows * kv_bytes_per_token((program.states[op.state],), kv)
-    return total
+    ops = [op for op in program.ops if isinstance(op, Attend)]
+    rows = [context if op.window is None else min(context, op.window - 1) for op in ops]
+    return sum(n * kv_bytes_per_token((program.states[op.state],), kv) for n, op in zip(rows, ops, strict=True))
 
 
 def delta_bytes(states: Iterable[State]) -> int:

@@ -14,21 +14,9 @@ from edge_dflash.cli.output import Json, emit_json, say, show, stages
 from edge_dflash.cli.plans import WARM_UP_TOKENS, comparison, require_same, same_tokens, timed
 from edge_dflash.cli.usage import opt, switch
 from edge_dflash.common.files import check_place, check_writable, directory, scratch, write_whole
+from edge_dflash.demo import tasks
 from edge_dflash.demo.checking import plan_schema, schema_problems
 from edge_dflash.demo.drawing import png
-from edge_dflash.demo.tasks import (
-    HELDOUT,
-    MODELS,
-    PICTURED,
-    Task,
-    assemble,
-    check_plan,
-    check_success,
-    messages,
-    picture,
-    task_from_json,
-    with_goal,
-)
 from edge_dflash.demo.world import PlanLines, scene_lines
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.planner import Planner
@@ -106,7 +94,7 @@ class _Request:
 
     title: str
     messages: list[dict[str, Any]]
-    task: Task | None
+    task: tasks.Task | None
     simulated: bool = False  # whether the goal is one that the simulator knows
 
     def tell(self, *, image: bool) -> None:
@@ -123,7 +111,7 @@ class _Request:
     def problems(self, text: str) -> list[str]:
         """Why a text is no valid plan: of a task of one's own only the form is known."""
         if self.task is not None:
-            return check_plan(self.task, text)
+            return tasks.check_plan(self.task, text)
         plan = json_object(text)
         return ["not a JSON object"] if plan is None else schema_problems(plan, plan_schema())
 
@@ -131,7 +119,7 @@ class _Request:
         """Whether a text does the task, by simulation; None: not known."""
         if self.task is None or not self.simulated:
             return None
-        return not self.problems(text) and not check_success(self.task, text)
+        return not self.problems(text) and not tasks.check_success(self.task, text)
 
 
 def _explain(request: _Request, text: str, where: Path) -> None:
@@ -149,24 +137,24 @@ def _request(text: str | None, index: int, image: bool, save: Path | None) -> _R
     """A task of one's own, or a held-out one, perhaps with another goal."""
     if text is not None and not image:
         return _Request(" ".join(text.split()), [{"role": "user", "content": text}], None)
-    held_out = (PICTURED if image else HELDOUT).read_text(encoding="utf-8").splitlines()
+    held_out = (tasks.PICTURED if image else tasks.HELDOUT).read_text(encoding="utf-8").splitlines()
     if index >= len(held_out):
         raise RequestError(f"--index {index} is given, held-out tasks are 0 to {len(held_out) - 1}")
-    task = task_from_json(jsonlib.loads(held_out[index]))
+    task = tasks.task_from_json(jsonlib.loads(held_out[index]))
     if not image:
         return _Request(task.goal_text, list(task.messages), task, simulated=True)
-    task = task if text is None else with_goal(task, text)
+    task = task if text is None else tasks.with_goal(task, text)
     if save is not None:
         check_writable(save, "--save")
-        write_whole(save, png(picture(task)))
+        write_whole(save, png(tasks.picture(task)))
         say(f"the picture: {save}")
-    return _Request(task.goal_text, messages(task), task, simulated=text is None)
+    return _Request(task.goal_text, tasks.messages(task), task, simulated=text is None)
 
 
 def default_bundle(*, image: bool = False) -> Path:
     """Where the demo's bundle is kept: another place for every version of edge-dflash, the models and the recipe."""
     digest = sha256(__version__.encode())
-    for path in [directory("engines") / RECIPE, *sorted(MODELS.rglob("*"))]:
+    for path in [directory("engines") / RECIPE, *sorted(tasks.MODELS.rglob("*"))]:
         if path.is_file():
             digest.update(path.name.encode() + path.read_bytes())
     name = "demo-image" if image else "demo"
@@ -197,11 +185,13 @@ def _build(where: Path, *, image: bool) -> None:
     with stages() as report, scratch(where.parent, f".{where.name}.target-") as made:
         from edge_dflash.builder.write import BuildConfig, build  # torch, only here, and it takes seconds
 
-        target = MODELS / "target"
+        target = tasks.MODELS / "target"
         if image:
-            assemble(target := made / "target")
+            tasks.assemble(target := made / "target")
         recipe = directory("engines") / RECIPE
-        result = build(BuildConfig(target, MODELS / "drafter", where, recipe=recipe, resume=shlex.join(resume)), report)
+        result = build(
+            BuildConfig(target, tasks.MODELS / "drafter", where, recipe=recipe, resume=shlex.join(resume)), report
+        )
     say(f"built: {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s")
 
 

@@ -11,20 +11,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, get_args
 
+from edge_dflash import errors
 from edge_dflash.decode.accept import FinishReason
 from edge_dflash.decode.drafts import Drafting
 from edge_dflash.decode.logprobs import TokenLogprob
 from edge_dflash.decode.options import Options
-from edge_dflash.errors import (
-    BundleError,
-    ContextError,
-    EdgeDflashError,
-    QueueFullError,
-    RequestCancelledError,
-    RequestError,
-    ServiceError,
-    StorageError,
-)
 from edge_dflash.result import Increment, Plan, PlanTimings, json_object, json_value
 from edge_dflash.runner.stream import Ticket
 from edge_dflash.text.tool_calls import MalformedToolCall, ToolCall
@@ -37,12 +28,7 @@ class RemoteChoice:
     """
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        options: Options,
-        began: float,
-        index: int,
-        ended: Callable[[Plan], None],
+        self, loop: asyncio.AbstractEventLoop, options: Options, began: float, index: int, ended: Callable[[Plan], None]
     ) -> None:
         """``began``: time.perf_counter() of the call; ``ended`` gets the plan, also of one that failed."""
         self.admitted: Future[None] = Future()
@@ -106,7 +92,7 @@ class RemoteChoice:
     def settle(self) -> None:
         """It has ended by itself. Raises ServiceError where the server did not say so."""
         if self._said is None:
-            raise ServiceError("the connection ended before the answer did; ask again")
+            raise errors.ServiceError("the connection ended before the answer did; ask again")
         self._succeed(self._plan())
 
     def give_up(self) -> None:
@@ -124,7 +110,7 @@ class RemoteChoice:
         if not self.admitted.done():
             self.admitted.set_result(None)
 
-    def fail(self, error: EdgeDflashError) -> None:
+    def fail(self, error: errors.EdgeDflashError) -> None:
         """It ended with an error: at the call if the server did not take it, else at the stream."""
         try:
             plan = self._plan("cancelled")
@@ -179,7 +165,9 @@ class RemoteChoice:
         now, extra, options = time.perf_counter(), self._extra, self.options
         reason: FinishReason | None = cut or extra.get("finish_reason")
         if reason is None or reason not in get_args(FinishReason):
-            raise ServiceError(f"the service ended the answer by {reason or self._said!r}, which is not known here")
+            raise errors.ServiceError(
+                f"the service ended the answer by {reason or self._said!r}, which is not known here"
+            )
         value = json_value(self._text) if options.schema is not None and reason == "stop" else None
         lengths = tuple(extra.get("accept_lengths", self._lengths))
         first, decoding = (self._first - self._began, now - self._first) if self._first else (0.0, 0.0)
@@ -212,9 +200,9 @@ def open_of(choices: Sequence[RemoteChoice]) -> list[RemoteChoice]:
     return [one for one in choices if not one.ticket.done]
 
 
-def unreadable(error: Exception) -> ServiceError:
+def unreadable(error: Exception) -> errors.ServiceError:
     """The error of an answer that no service writes."""
-    return ServiceError(f"the server's answer cannot be read ({type(error).__name__}: {error})")
+    return errors.ServiceError(f"the server's answer cannot be read ({type(error).__name__}: {error})")
 
 
 def json_of(data: bytes) -> object:
@@ -238,19 +226,19 @@ def _logprob(entry: Mapping[str, Any]) -> TokenLogprob:
     return TokenLogprob(entry["token_id"], math.nan if entry["logprob"] is None else entry["logprob"], top, text)
 
 
-def error_of(status: int, body: object) -> EdgeDflashError:
+def error_of(status: int, body: object) -> errors.EdgeDflashError:
     """The error that a server's answer means."""
     error = body.get("error") if isinstance(body, Mapping) else None
     found = error if isinstance(error, Mapping) else {}
     message = " ".join(str(found.get("message") or error or f"the server answered with status {status}").split())
     code = found.get("code")
     if code in ("storage_full", "storage_failed"):
-        return StorageError(message, full=code == "storage_full")
-    kinds: dict[object, type[EdgeDflashError]] = {
-        "queue_full": QueueFullError,
-        "cancelled": RequestCancelledError,
-        "context_length_exceeded": ContextError,
-        "session_mismatch": BundleError,
+        return errors.StorageError(message, full=code == "storage_full")
+    kinds: dict[object, type[errors.EdgeDflashError]] = {
+        "queue_full": errors.QueueFullError,
+        "cancelled": errors.RequestCancelledError,
+        "context_length_exceeded": errors.ContextError,
+        "session_mismatch": errors.BundleError,
     }
-    of_status = ServiceError if status in (401, 403) or status >= 500 else RequestError
+    of_status = errors.ServiceError if status in (401, 403) or status >= 500 else errors.RequestError
     return kinds.get("queue_full" if status == 429 else code, of_status)(message)

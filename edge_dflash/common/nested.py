@@ -75,7 +75,8 @@ class Object:
         for name, entry in self.fields.items():
             if name in given:
                 item = given.pop(name)
-                if self.lenient and type(item) is float and item.is_integer() and _is_whole(entry):
+                whole = isinstance(entry, Rule) and entry.schema.get("type") == "integer"
+                if self.lenient and whole and type(item) is float and item.is_integer():
                     item = int(item)
                 made[name] = entry.read(item, before + name)
             elif name in self.needed:
@@ -83,10 +84,6 @@ class Object:
         if given:
             raise unknown_name(str(next(iter(given))), self.fields, before)
         return made
-
-
-def _is_whole(entry: ValueReader) -> bool:
-    return isinstance(entry, Rule) and entry.schema.get("type") == "integer"
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ Progress: TypeAlias = Callable[[str, int, int], None]  # (stage, done, total); t
 
 # Stages of a bundle that is opened; those of a build are named where they begin.
 CHECKING, LOADING, SELF_TEST = "checking files", "loading", "self-test"
-IN_BYTES = frozenset(
-    {"weights", "checking", CHECKING}
-)  # stages that count bytes; of others only the share has a meaning
+IN_BYTES = frozenset({"weights", "checking", CHECKING})  # count bytes; of other stages only the share has a meaning
 
 
 def unheard(stage: str, done: int, total: int) -> None:

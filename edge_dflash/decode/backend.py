@@ -40,11 +40,9 @@ class Rows(Protocol):
 
     def argmax(self) -> list[int]:
         """Return the id of the largest logit of each row; the lowest id on a tie."""
-        ...
 
     def logits(self) -> npt.NDArray[np.float32]:
         """Return logits [rows, V] as float32."""
-        ...
 
 
 @runtime_checkable
@@ -53,7 +51,6 @@ class Confident(Protocol):
 
     def confidence(self) -> list[float]:
         """From 0 to 1 for each row, by the tokens chosen last; empty where the drafter does not say."""
-        ...
 
 
 class Steering(Protocol):
@@ -62,22 +59,18 @@ class Steering(Protocol):
     @property
     def tolerant(self) -> bool:
         """Whether drafts may stand that differ from the choices (lossy): the target's logits are read for them."""
-        ...
 
     def drafts(self, rows: Rows, position: int) -> list[int]:
         """Tokens to verify, made of the drafter's ``rows``, which draft for ``position``, ...; at most as many."""
-        ...
 
     def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
         """Tokens that may be chosen after the anchor and after each draft; None: every one may.
 
         Fewer than drafts + 1 where the path ends: no draft beyond can be accepted. Asked while the verify pass runs.
         """
-        ...
 
     def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
         """For each draft, whether it may stand although the choice is another; empty when none may."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -157,22 +150,18 @@ class Backend(Protocol):
     @property
     def shape(self) -> PairShape:
         """Sizes of the loaded pair."""
-        ...
 
     def length(self, lane: int = 0) -> int:
         """Number of committed rows: of all delivered tokens but the anchor."""
-        ...
 
     def reset(self, lane: int = 0) -> None:
         """Forget the sequence: length 0."""
-        ...
 
     def see(self, picture: Picture) -> Seen:
         """Run the vision tower over one picture, the same rows bit for bit each time. Touches no lane.
 
         Raises BackendError when the target has no tower.
         """
-        ...
 
     def prefill(self, ids: Sequence[int], lane: int = 0, sight: Sight | None = None) -> Rows:
         """Append ids (at least one) at ``length``, commit them and return the last row's logits (one row).
@@ -181,7 +170,6 @@ class Backend(Protocol):
         at the lane's delta (0 until an image came). The delta is part of a lane's state, and verify passes use it; the
         drafter's positions are the index. Raises BackendError when ``length + len(ids)`` exceeds ``max_context``.
         """
-        ...
 
     def cycle(self, asked: Asked) -> Cycle:
         """Propose from the anchor, verify, accept; ``commit`` follows, of as many rows as there are tokens, or fewer.
@@ -189,7 +177,6 @@ class Backend(Protocol):
         Accepted are the drafts that equal the target's choices. Steering replaces drafts and masks choices on the way.
         :func:`~edge_dflash.decode.cycle.host_cycle` is this for a backend that has the passes alone.
         """
-        ...
 
     def cycles(self, asked: Sequence[Asked]) -> list[Outcome]:
         """A cycle of each of several lanes, all different: every pass runs once, over the rows of all.
@@ -197,11 +184,9 @@ class Backend(Protocol):
         A lane finds what :meth:`cycle` finds, whoever else is there. Interrupted or RequestError of a lane's steering
         stand in its place and touch no other; any other error is raised, and ends the cycles of all.
         """
-        ...
 
     def copy(self, source: int, target: int) -> None:
         """Give lane ``target`` the state of ``source``, which is flushed."""
-        ...
 
     def propose(self, anchor: int, lane: int = 0) -> Rows:
         """Draft: one drafter pass over [anchor, mask x (B-1)]; row i of K is the draft for position length + 1 + i.
@@ -209,7 +194,6 @@ class Backend(Protocol):
         Its scratch lies where a verify has put the drafter's context, so an open verify is dropped: it cannot be
         committed any more. Raises BackendError without a drafter.
         """
-        ...
 
     def verify(self, ids: Sequence[int], lane: int = 0, parents: Parents | None = None) -> Rows:
         """Run 1..K + 1 rows at positions length, length + 1, ...; row r is the choice for position length + r + 1.
@@ -218,7 +202,6 @@ class Backend(Protocol):
         chain, in which row r follows row r - 1. Replaces the rows of an earlier verify that were not committed. Raises
         BackendError for another tree where the backend verifies chains alone.
         """
-        ...
 
     def commit(self, rows: int, lane: int = 0, path: Sequence[int] | None = None) -> None:
         """Make ``rows`` rows of the last verify real (0 <= rows <= rows verified); at most once a verify.
@@ -226,23 +209,18 @@ class Backend(Protocol):
         They are the first ones of ``path``: row 0, one that follows it, one that follows that one, ...; None: of the
         chain 0, 1, 2, ... Raises BackendError for rows that do not follow each other.
         """
-        ...
 
     def flush(self, lane: int = 0) -> None:
         """Replay pending rows into the recurrent state, so that state bytes are those after ``length`` tokens."""
-        ...
 
     def snapshot(self, lane: int = 0) -> Snapshot:
         """Flush, then copy the state of both models."""
-        ...
 
     def restore(self, snapshot: Snapshot, lane: int = 0) -> None:
         """Replace the state. Raises BackendError when the snapshot is of another pair."""
-        ...
 
     def close(self) -> None:
         """Release the device."""
-        ...
 
 
 def no_tower() -> BackendError:

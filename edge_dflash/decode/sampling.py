@@ -70,7 +70,6 @@ class Choosing(Protocol):
 
     def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0) -> list[int]:
         """Tokens of rows first, first + 1, ..., one for each mask; row first + i chooses for ``position + i``."""
-        ...
 
 
 def choose(

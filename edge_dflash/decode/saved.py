@@ -30,7 +30,6 @@ from edge_dflash.decode.backend import Snapshot
 from edge_dflash.decode.session import Session, SessionManager
 from edge_dflash.errors import BundleError, CheckpointError, ContextError, RequestError, StorageError, short
 from edge_dflash.model.specs import PatchSpec
-from edge_dflash.pictures.picture import PatchedPicture
 from edge_dflash.pictures.pictured import Picture, Pictured, Placed, check_pictures
 from edge_dflash.weights.formats import Array
 from edge_dflash.weights.safetensors import DTYPES, Entry, TensorFiles
@@ -94,7 +93,7 @@ class _Shown:
 
     def placed(self, levels: Sequence[Array]) -> tuple[Placed, ...]:
         """Pictures with these patches. Raises ValueError for what no session has."""
-        spec, found = self.patches, list[PatchedPicture]()
+        spec, found = self.patches, list[Picture]()
         for patches, grid, digest in zip(levels, self.grids, self.digests, strict=True):
             rows, columns = grid
             if patches.dtype != np.uint8 or patches.shape != (rows * columns, 3 * spec.patch**2):
@@ -102,7 +101,7 @@ class _Shown:
             if min(rows, columns, spec.merge) < 1 or rows % spec.merge or columns % spec.merge:
                 raise ValueError(f"a grid of {rows} x {columns} patches does not consist of blocks of {spec.merge}")
             patches.flags.writeable = False
-            found.append(picture := PatchedPicture(patches, grid, spec))
+            found.append(picture := Picture(patches, grid, spec))
             if picture.digest.hex() != digest:
                 raise ValueError(f"digest {short(digest)} is not that of its patches, {picture.digest.hex()}")
         if {*self.of} != {*range(len(found))}:

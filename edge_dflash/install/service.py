@@ -293,14 +293,8 @@ def _take_back(layout: InstallPaths, host: Host, name: str, before: str | None) 
 
 
 def _outcome(layout: InstallPaths, written: list[str], gone: list[str], started: bool) -> Outcome:
-    return Outcome(
-        releases.current(layout),
-        releases.previous(layout),
-        tuple(releases.history(layout)),
-        tuple(written),
-        tuple(gone),
-        started,
-    )
+    served, before, known = releases.current(layout), releases.previous(layout), tuple(releases.history(layout))
+    return Outcome(served, before, known, tuple(written), tuple(gone), started)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

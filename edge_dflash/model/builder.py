@@ -23,12 +23,7 @@ from edge_dflash.model.ops import (
     SelectRows,
 )
 from edge_dflash.model.program import DeltaState, KvState, Program, State, WeightKind, WeightSpec
-from edge_dflash.model.specs import (
-    AttentionSpec,
-    GatedDeltaSpec,
-    GroupedConvSpec,
-    LayerSpec,
-)
+from edge_dflash.model.specs import AttentionSpec, GatedDeltaSpec, GroupedConvSpec, LayerSpec
 
 
 class GraphBuilder:

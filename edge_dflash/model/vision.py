@@ -23,16 +23,7 @@ from edge_dflash.common.tables import read_json
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import LIBRARY, ROPE
 from edge_dflash.model.fields import Fields, Key, Table, flag, free, inner, integer, integers, number, numbers, only
-from edge_dflash.model.ops import (
-    Bias,
-    Elementwise,
-    Fold,
-    FrameAttend,
-    GeluErf,
-    GeluTanh,
-    LayerNorm,
-    PositionRows,
-)
+from edge_dflash.model.ops import Bias, Elementwise, Fold, FrameAttend, GeluErf, GeluTanh, LayerNorm, PositionRows
 from edge_dflash.model.program import Program
 from edge_dflash.model.specs import MAX_LAYERS, PatchSpec, RopeSpec, TargetSpec, VisionSpec
 

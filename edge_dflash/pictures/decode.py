@@ -280,12 +280,8 @@ def data_url(source: object, limits: ImageLimits = DEFAULT_LIMITS) -> str:
 
 def _encoded(pixels: Pixels) -> bytes:
     """A PNG file."""
-    try:
-        from PIL import Image
-    except ModuleNotFoundError:
-        raise _no_pillow() from None
     file = BytesIO()
-    Image.fromarray(pixels).save(file, "PNG", compress_level=1)
+    _pillow().fromarray(pixels).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
@@ -294,8 +290,13 @@ def reads_files() -> bool:
     return find_spec("PIL") is not None
 
 
-def _no_pillow() -> ImageError:
-    return ImageError(f"image files need Pillow; {INSTALL}")
+def _pillow() -> Any:
+    """Pillow's images. Raises ImageError without them."""
+    try:
+        from PIL import Image
+    except ModuleNotFoundError:
+        raise ImageError(f"image files need Pillow; {INSTALL}") from None
+    return Image
 
 
 def _unknown(size: int) -> ImageError:
@@ -347,17 +348,14 @@ def _opened_file(data: bytes, limits: ImageLimits) -> Opened:
     """An image by the bytes of its file."""
     if len(data) > limits.file_bytes:
         raise _too_long(len(data), limits)
-    try:
-        from PIL import Image
-    except ModuleNotFoundError:
-        raise _no_pillow() from None
+    pillow = _pillow()
     if not data.startswith(tuple(_SIGNATURES)):
         raise _unknown(len(data))
     parts = parts_of(data, limits.pixels)
 
     def pixels() -> Pixels:
         try:
-            image = Image.open(BytesIO(data), formats=FORMATS)
+            image = pillow.open(BytesIO(data), formats=FORMATS)
         except Exception as error:  # a decoder's errors have many types
             raise _damaged(error) from None
         if image.size != (parts.width, parts.height):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from typing import Protocol
@@ -22,37 +22,32 @@ from edge_dflash.errors import RequestError
 from edge_dflash.model.specs import PatchSpec
 
 
-class Picture(Protocol):
-    """What a sequence needs of a picture (:class:`~edge_dflash.pictures.picture.PatchedPicture`)."""
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A decoded picture, resized and cut into patches. N = rows x columns of the grid."""
 
-    @property
-    def levels(self) -> npt.NDArray[np.uint8]:
-        """Patches [patches, columns of one frame]."""
-        ...
+    levels: npt.NDArray[np.uint8]  # [N, 3 * patch^2], merge-block-major; columns by channel, row, column. Read-only
+    grid: tuple[int, int]  # rows and columns of patches, both multiples of the merge size
+    spec: PatchSpec = field(repr=False)
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Patches, rows by columns."""
-        ...
-
-    @property
+    @cached_property
     def digest(self) -> bytes:
-        """Of its grid and its levels, all that the tower reads."""
-        ...
-
-    @property
-    def spec(self) -> PatchSpec:
-        """How it became patches."""
-        ...
+        """16 bytes of the grid and the levels: of all that the tower reads, so no other picture has its name."""
+        digest = blake2b(b"%d %d " % self.grid, digest_size=16)
+        digest.update(np.ascontiguousarray(self.levels).data)
+        return digest.digest()
 
     @property
     def tokens(self) -> int:
         """Rows of the language model."""
-        ...
+        return len(self.levels) // self.spec.merge**2
 
     def values(self) -> npt.NDArray[np.float32]:
-        """The tower's input [patches, columns]."""
-        ...
+        """The tower's input [N, 3 * temporal * patch^2]: normalised, a still in every time slot."""
+        spec = self.spec
+        mean, std = (np.array(part, np.float32)[:, None] * np.float32(255) for part in (spec.mean, spec.std))
+        levels = self.levels.reshape(len(self.levels), 3, -1).astype(np.float32)
+        return np.repeat(((levels - mean) / std)[:, :, None], spec.temporal, axis=2).reshape(len(levels), -1)
 
 
 class Seen(Protocol):
@@ -63,11 +58,9 @@ class Seen(Protocol):
     @property
     def nbytes(self) -> int:
         """Memory that they take."""
-        ...
 
     def host(self) -> npt.NDArray[np.float32]:
         """The rows [tokens, H] on the host, to compare them."""
-        ...
 
 
 @dataclass(frozen=True)

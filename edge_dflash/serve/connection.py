@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
+from http import HTTPStatus
 from typing import Any, cast
 
 import h11
@@ -25,12 +26,6 @@ _LINGER = 1.0  # seconds in which the rest of what is refused is thrown away: cl
 _CHUNKS, _CHUNK_BYTES = 512, 64  # a body may come in so many chunks, and in one more for each so many bytes
 _LINES = 256  # of a request's headers
 _BLANK = re.compile(rb"\n\r?\n")
-_PHRASES = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
 
 
 class _Waits(IntEnum):
@@ -216,7 +211,9 @@ class _Bounded(H11Protocol, asyncio.BufferedProtocol):
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = dump(refused.body)
-            head = f"HTTP/1.1 {refused.status} {_PHRASES[refused.status]}\r\ncontent-type: application/json\r\n"
+            head = (
+                f"HTTP/1.1 {refused.status} {HTTPStatus(refused.status).phrase}\r\ncontent-type: application/json\r\n"
+            )
             head += "".join(f"{name}: {value}\r\n" for name, value in refused.headers.items())
             head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode("ascii") + body)

@@ -10,23 +10,14 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from edge_dflash import errors
 from edge_dflash.common.rules import FieldError
-from edge_dflash.errors import (
-    BundleError,
-    ContextError,
-    EdgeDflashError,
-    EngineFailedError,
-    QueueFullError,
-    RequestCancelledError,
-    RequestError,
-    StorageError,
-)
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
-class Refusal(RequestError):
+class Refusal(errors.RequestError):
     """A request that is refused, and its answer (ASGI). ``param`` names the part of the body that is at fault."""
 
     def __init__(
@@ -61,14 +52,14 @@ class Refusal(RequestError):
 
 # Class of errors: status, code, whether the request may be sent again after a while. The first that fits.
 _REFUSALS: tuple[tuple[type[Exception], int, str | None, bool], ...] = (
-    (QueueFullError, 429, "queue_full", True),
-    (ContextError, 400, "context_length_exceeded", False),
-    (EngineFailedError, 503, "engine_failed", True),
-    (RequestCancelledError, 503, "cancelled", True),
-    (StorageError, 503, "storage_failed", False),
-    (RequestError, 400, None, False),
-    (BundleError, 409, "session_mismatch", False),  # a saved session of another bundle
-    (EdgeDflashError, 503, "engine_failed", False),
+    (errors.QueueFullError, 429, "queue_full", True),
+    (errors.ContextError, 400, "context_length_exceeded", False),
+    (errors.EngineFailedError, 503, "engine_failed", True),
+    (errors.RequestCancelledError, 503, "cancelled", True),
+    (errors.StorageError, 503, "storage_failed", False),
+    (errors.RequestError, 400, None, False),
+    (errors.BundleError, 409, "session_mismatch", False),  # a saved session of another bundle
+    (errors.EdgeDflashError, 503, "engine_failed", False),
 )
 
 
@@ -78,7 +69,7 @@ def refusal(error: BaseException, *, retry_after: float = 1.0) -> Refusal:
         return error
     if isinstance(error, FieldError):
         return Refusal(str(error), param=error.place, code="unknown_parameter" if error.unknown else None)
-    if isinstance(error, StorageError) and error.full:
+    if isinstance(error, errors.StorageError) and error.full:
         return Refusal(str(error), status=507, code="storage_full")
     for kind, status, code, passes in _REFUSALS:
         if isinstance(error, kind):

@@ -205,10 +205,7 @@ class Service:
     # Requests ---------------------------------------------------------------------------------------------------------
 
     def loaded(self, account: str | None = None) -> tuple[Planner, Sessions]:
-        """The planner and the sessions of an account (None: the service's own user).
-
-        Raises Refusal when no requests are taken now.
-        """
+        """The planner, the sessions of an account (None: the service's own). Raises Refusal while none are taken."""
         if self.state != "ready" or self.planner is None or self.sessions is None:
             why = {"loading": "is loading", "failed": "has failed"}.get(self.state, "is stopping")
             raise Refusal(f"the service {why}; try again soon", status=503, code=self.state, retry_after=5)

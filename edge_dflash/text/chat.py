@@ -10,19 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from edge_dflash.errors import RequestError
+from edge_dflash.text import tool_calls as calls
 from edge_dflash.text.template import Message
 from edge_dflash.text.tokenizer import REPLACEMENT, Tokenizer
-from edge_dflash.text.tool_calls import (
-    PROBE,
-    PROBE_ARGUMENTS,
-    JsonCalls,
-    MalformedToolCall,
-    TaggedCalls,
-    Tool,
-    ToolCall,
-    dialect_in,
-    parse_tool_call,
-)
 
 
 @dataclass(frozen=True)
@@ -46,8 +36,8 @@ class Answer:
 
     thinking: str = ""
     content: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    malformed: tuple[MalformedToolCall, ...] = ()  # calls that cannot be run; none is dropped
+    tool_calls: tuple[calls.ToolCall, ...] = ()
+    malformed: tuple[calls.MalformedToolCall, ...] = ()  # calls that cannot be run; none is dropped
 
     def __add__(self, other: Answer) -> Answer:
         return Answer(
@@ -73,7 +63,7 @@ def thinking_is_open(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
     return False
 
 
-def dialect_of(tokenizer: Tokenizer) -> JsonCalls | TaggedCalls:
+def dialect_of(tokenizer: Tokenizer) -> calls.JsonCalls | calls.TaggedCalls:
     """How a model writes tool calls: found from what its chat template writes for one, never from the model's name.
 
     Raises RequestError when it writes none, or in an unknown dialect.
@@ -83,17 +73,17 @@ def dialect_of(tokenizer: Tokenizer) -> JsonCalls | TaggedCalls:
         raise RequestError(
             "this tokenizer has no tokens <tool_call> and </tool_call>, so no call can be forced; give auto"
         )
-    call = {"type": "function", "function": {"name": PROBE, "arguments": PROBE_ARGUMENTS}}
+    call = {"type": "function", "function": {"name": calls.PROBE, "arguments": calls.PROBE_ARGUMENTS}}
     messages: list[Message] = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
     tool = {"type": "function", "function": {"name": "zqlisted", "description": "x", "parameters": {"type": "object"}}}
     text = "".join(tokenizer.render_pieces(messages, tools=[tool]))
-    before, called, after = text.rpartition(PROBE)
+    before, called, after = text.rpartition(calls.PROBE)
     written = called and "<tool_call>" in before and "</tool_call>" in after
     body = before.rpartition("<tool_call>")[2] + called + after.partition("</tool_call>")[0] if written else ""
-    if (found := dialect_in(body)) is None:
+    if (found := calls.dialect_in(body)) is None:
         raise RequestError("the chat template writes tool calls in a form that is not known; give tool_choice auto")
     return found
 
@@ -112,7 +102,7 @@ class AnswerStream:
         prompt: Sequence[int] = (),
         *,
         stop_token_ids: Sequence[int] = (),
-        tools: Sequence[Tool] | None = None,
+        tools: Sequence[calls.Tool] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._markers = Markers.of(tokenizer)
@@ -146,7 +136,7 @@ class AnswerStream:
         if self._call is not None:
             text = self._tokenizer.decode(self._call)
             self._call = None
-            return Answer(malformed=(MalformedToolCall(text, "the answer ended inside the call"),))
+            return Answer(malformed=(calls.MalformedToolCall(text, "the answer ended inside the call"),))
         return self._text(self._span.end(keep_newlines=not self._thinking))
 
     def _words(self, tokens: Sequence[int]) -> Answer:
@@ -191,11 +181,11 @@ class AnswerStream:
         text = self._tokenizer.decode(self._call)
         if token == self._markers.tool_call:  # another begins
             self._call = []
-            return Answer(malformed=(MalformedToolCall(text, "another call begins inside the call"),))
+            return Answer(malformed=(calls.MalformedToolCall(text, "another call begins inside the call"),))
         self._call = None
         self._span = _Span(self._tokenizer.decode, trim_start=True)
-        call = parse_tool_call(text, self._call_id(text), self._tools)
-        return Answer(tool_calls=(call,)) if isinstance(call, ToolCall) else Answer(malformed=(call,))
+        call = calls.parse_tool_call(text, self._call_id(text), self._tools)
+        return Answer(tool_calls=(call,)) if isinstance(call, calls.ToolCall) else Answer(malformed=(call,))
 
     def _call_id(self, text: str) -> str:
         """The same plan gives the same ids; calls of other prompts or places have others."""

@@ -108,11 +108,7 @@ class Prompter:
         self._probed: OrderedDict[str, tuple[int, ...]] = OrderedDict()
 
     def prompt(
-        self,
-        task: Task,
-        options: Spoken,
-        known: Conversation | None = None,
-        check: Callable[[], None] = lambda: None,
+        self, task: Task, options: Spoken, known: Conversation | None = None, check: Callable[[], None] = lambda: None
     ) -> Prompt:
         """The prompt of a task, after the conversation if one is ``known``: that as it was generated if that can be.
 

@@ -77,7 +77,10 @@ class _Template:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        environment.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda format: datetime.now().strftime(format),
+        }
         self._marks = {token: mark(index, len(token), marks) for index, token in enumerate(tokens)}
         marked = self._marker()
         tree = environment.parse(source)
@@ -154,11 +157,6 @@ def _tojson(
 ) -> str:
     """JSON as templates expect it: Jinja's own filter would escape <, > and &."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(format: str) -> str:
-    """The local time."""
-    return datetime.now().strftime(format)
 
 
 def _raise_exception(message: str) -> None:

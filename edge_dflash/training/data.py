@@ -66,10 +66,7 @@ class TrainingData:
 
 
 def read_tasks(path: Path, *, most: int | None = None) -> TrainingData:
-    """Read the first ``most`` tasks of a file; none is held out.
-
-    Raises RequestError, naming the line, for what is no task.
-    """
+    """Read the first ``most`` tasks of a file; none is held out. Raises RequestError naming a line that is none."""
     digest, tasks, skipped = hashlib.sha256(), list[TrainingTask](), 0
     forms: dict[str, Any] = {}  # values that many lines share, held once
     keys = set[str]()

@@ -40,7 +40,6 @@ CONTEXT_BYTES = 600 << 20  # of the device, before the first tensor
 STAGES = ("answers", "taps", "training", "evaluation")
 PROBE_TOKENS = 24  # that are timed, with the drafter and without
 _READ = 32  # prompts of a file whose length is counted
-FEWER = "fewer --prompts, --sampled, --evaluated or --new-tokens make it shorter"
 
 
 @dataclass(frozen=True)

@@ -100,9 +100,7 @@ class Trainer:
         self._best: dict[str, torch.Tensor] = {}  # weights of the best check, on the host
         gpu = device != "cpu"
         self._accelerator = Accelerator(
-            cpu=not gpu,
-            mixed_precision="bf16" if gpu else "no",
-            gradient_accumulation_steps=run.accumulate,
+            cpu=not gpu, mixed_precision="bf16" if gpu else "no", gradient_accumulation_steps=run.accumulate
         )
         trained = [p for p in drafter.parameters() if p.requires_grad]
         groups = [

@@ -70,7 +70,7 @@ def processes(**bounds):
 
 
 def children(grammars):
-    path = Path(f"/proc/{grammars.start().pid}/task/{grammars.start().pid}/children")
+    path = Path(f"/proc/{grammars.start()._process.pid}/task/{grammars.start()._process.pid}/children")
     return [int(pid) for pid in path.read_text().split()]
 
 
@@ -392,7 +392,7 @@ def test_a_process_that_is_found_dead_on_sending_is_replaced_at_once(monkeypatch
     with processes() as grammars:
         constraint = Grammar(grammars, source("regex", "(ab|b)*c")).constraint()
         masks = [mask.copy() for mask in constraint.masks(())]
-        zygote, pid = grammars.start().pid, only_child(grammars)
+        zygote, pid = grammars.start()._process.pid, only_child(grammars)
         os.kill(zygote, signal.SIGSTOP)  # it does not tell that its fork is dead, and holds its sockets open
 
         def asked(child):
@@ -414,7 +414,7 @@ def test_an_idle_process_that_is_gone_costs_no_drafts():
         os.kill(pid, signal.SIGKILL)
         until(lambda: not children(grammars))
         assert grammar.constraint().amend([B, A], lambda row, mask: None) == [B, A]
-        zygote = grammars.start().pid
+        zygote = grammars.start()._process.pid
         os.kill(zygote, signal.SIGKILL)
         until(lambda: not running(zygote))
         assert grammar.constraint().amend([B, A], lambda row, mask: None) == [B, A]
@@ -450,7 +450,7 @@ def test_nothing_is_left_of_grammars_that_are_gone():
 
     before = descriptors()
     with processes() as grammars:
-        zygote = grammars.start().pid
+        zygote = grammars.start()._process.pid
         for i in range(4):
             constraint = Grammar(grammars, source("regex", f"a{{1,{i + 3}}}")).constraint()
             constraint.amend([A], lambda row, mask: None)
@@ -472,7 +472,7 @@ def test_processes_end_with_their_last_owner():
     end = hold(first, words)
     hold(second, words)
     compile_regex("a", words, 2048, (2047,))
-    zygote = module._grammars(words, (2047,)).start().pid
+    zygote = module._grammars(words, (2047,)).start()._process.pid
     end()
     end()
     assert running(zygote)
@@ -514,7 +514,7 @@ def test_nothing_outlives_the_planners_process(end):
 
         threading.Thread(target=bomb, daemon=True).start()
         until(lambda: len(children(grammars)) == 2)
-        print(grammars.start().pid, *children(grammars), flush=True)
+        print(grammars.start()._process.pid, *children(grammars), flush=True)
         {end}
         """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -545,7 +545,7 @@ def test_a_fork_of_the_planners_process_leaves_the_grammars_alone():
 def test_signals_for_the_planner_leave_the_grammars_alone():
     with processes() as grammars:
         constraint = Grammar(grammars, source("regex", "a|b")).constraint()
-        for pid in (grammars.start().pid, only_child(grammars)):
+        for pid in (grammars.start()._process.pid, only_child(grammars)):
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 os.kill(pid, number)
         assert len(constraint.masks([A])) == 2
@@ -556,13 +556,13 @@ def test_a_planner_that_ignores_the_end_of_children_has_grammars_that_end_one_by
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a process that is started inherits it
     try:
         with processes(compile_seconds=0.3) as grammars:
-            kept, zygote = grammars.child(source("regex", "a|b"), ENDLESS), grammars.start().pid
+            kept, zygote = grammars.child(source("regex", "a|b"), ENDLESS), grammars.start()._process.pid
             grammars.child(source("regex", "b|a"), ENDLESS).end()
             with pytest.raises(RequestError, match=r"needs more than 0\.3 s"):
                 grammars.child(source("grammar", ENDLESS_LARK), ENDLESS)
             until(lambda: len(children(grammars)) == 1)
             assert kept.alive
-            assert grammars.start().pid == zygote
+            assert grammars.start()._process.pid == zygote
     finally:
         signal.signal(signal.SIGCHLD, before)
 

@@ -21,6 +21,7 @@ import numpy as np
 import test_native_sample
 import test_native_walk
 import torch
+from delta_bytes import pass_bytes
 from native_lanes_support import LANES, Slot, set_slots
 from native_state_support import CACHE, Device, bf16
 
@@ -159,7 +160,11 @@ def experts(bench):
         for rows in (1, 4, 16, 17, 512, 2048):
             read = len(np.unique(table[:rows])) + shape.shared
             calls = [partial(kernels.run, shape, each, buffers, x, out, rows, forced=forced) for each in weights]
-            yield f"{name} {form}, {rows} rows, {read} members", calls, read * (up + down) // shape.members
+            yield (
+                f"{name} {form}, {rows} rows, {read} members",
+                calls,
+                read * (up + down) // (shape.experts + shape.shared),
+            )
 
 
 def attention(bench):
@@ -213,16 +218,16 @@ def gated_delta(bench):
             yield (
                 f"{title}, {slots} slots, {pending} pending, {block} rows",
                 calls,
-                slots * shape.pass_bytes(pending, block),
+                slots * pass_bytes(shape, pending, block),
             )
         yield (
             f"{title}, flush of 5",
             [partial(face.flush, layer, scratch, device.words()) for layer in layers],
-            shape.pass_bytes(5, 0),
+            pass_bytes(shape, 5, 0),
         )
         device.set(pending=0, rows=512)
         calls = [partial(face.run, x, layer, scratch, device.words(prefill=True)) for layer in layers]
-        yield f"{title}, prefill of 512", calls, shape.pass_bytes(0, 512, commits=True)
+        yield f"{title}, prefill of 512", calls, pass_bytes(shape, 0, 512, commits=True)
 
 
 def sampling(bench, columns=248_320):

@@ -49,8 +49,9 @@ class Layer:
         generator = torch.Generator().manual_seed(seed)
         self.router = bf16(experts, hidden, generator=generator, scale=hidden**-0.5) if router is None else router
         self.judge = bf16(1, hidden, generator=generator, scale=hidden**-0.5)
+        members = self.shape.experts + self.shape.shared
         kinds = [(weight(form, inner, hidden, 3 * e + 1), weight(form, inner, hidden, 3 * e + 2),
-                  weight(form, hidden, inner, 3 * e + 3)) for e in range(self.shape.members)]  # fmt: skip
+                  weight(form, hidden, inner, 3 * e + 3)) for e in range(members)]  # fmt: skip
         ups, downs = [repack((g, u), swiglu=True) for g, u, _ in kinds], [repack(d) for _, _, d in kinds]
         assert ups[0].layout == self.shape.up
         assert downs[0].layout == self.shape.down
@@ -146,7 +147,7 @@ def check_choice(ran, layer):
 def listed(ids, shape, tile):
     """The list that the ids want."""
     found = []
-    for member in range(shape.members):
+    for member in range(shape.experts + shape.shared):
         if member < shape.experts:
             lines, slots = (part.tolist() for part in (ids == member).nonzero(as_tuple=True))
         else:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from pictures_support import IMAGE, changed, mixed, noise, picture, prompt
 
 from edge_dflash.errors import RequestError
-from edge_dflash.pictures.picture import PatchedPicture
-from edge_dflash.pictures.pictured import Placed, check_pictures
+from edge_dflash.pictures.pictured import Picture, Placed, check_pictures
 
 RUNS = range(4)
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 6)).map(lambda grid: (2 * grid[0], 2 * grid[1]))
@@ -33,7 +32,7 @@ def slow_positions(parts):
     """Token by token, as vision.md says it; the delta behind each token."""
     columns, deltas, p = [], [], 0
     for part in parts:
-        if isinstance(part, PatchedPicture):
+        if isinstance(part, Picture):
             height, width = part.grid[0] // 2, part.grid[1] // 2
             before = p - len(columns)
             columns += [(p, p + row, p + column) for row in range(height) for column in range(width)]

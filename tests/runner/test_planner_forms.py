@@ -27,7 +27,7 @@ def planner(demo_bundle):
 
 
 def zygotes(planner):
-    return [one.start().pid for one in module._known[planner.tokenizer].values()]
+    return [one.start()._process.pid for one in module._known[planner.tokenizer].values()]
 
 
 def children(zygote):

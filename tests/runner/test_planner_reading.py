@@ -29,7 +29,7 @@ def test_at_each_step_of_the_way_the_name_is_that_of_what_is_seen(backend, tmp_p
         alone = [planner.plan(shown(frame, "Go"), **OPTIONS).tokens for frame in FRAMES]
     assert alone[0] != alone[1]
     with seeing(backend, tmp_path / "attacked") as planner:
-        for name in ("resize", "_patches", "PatchedPicture"):
+        for name in ("resize", "_patches", "Picture"):
             buffer, original = FRAMES[0].copy(), getattr(making, name)
 
             def late(*given, original=original, buffer=buffer):

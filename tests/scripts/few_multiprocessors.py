@@ -32,6 +32,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
+from delta_bytes import pass_bytes
 from forecast import BOARDS, CAVEATS, Kind, picked, summary, table
 from occupied import Occupied, Sleepers
 
@@ -267,7 +268,7 @@ class Proxy:
     def state_bytes(self, step):
         op = step.op
         if isinstance(op, GatedDelta):
-            return self.states.delta_shapes[op.state].pass_bytes(PENDING, ROWS)
+            return pass_bytes(self.states.delta_shapes[op.state], PENDING, ROWS)
         size = self.states.shapes[op.state]
         read = min(CONTEXT, size.window or CONTEXT) if isinstance(op, Attend) else 0
         return 2 * size.kv_heads * size.head_dim * (read + ROWS)

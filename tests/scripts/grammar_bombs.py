@@ -153,12 +153,12 @@ def planner_run(bundle: Path) -> dict[str, object]:
     with Planner.open(bundle, check_hashes=False, self_test="off") as planner:
         planner.plan("Go.", schema=SMALL)
         (grammars_,) = compiled._known[planner.tokenizer].values()
-        with Watch(grammars_.start().pid) as quiet:
+        with Watch(grammars_.start()._process.pid) as quiet:
             time.sleep(2.0)
         print(f"without bombs: tick delayed by {1e3 * quiet.delay:.0f} ms at most", flush=True)
         for field, name, value in BOMBS:
             began = time.perf_counter()
-            with Watch(grammars_.start().pid) as watch:
+            with Watch(grammars_.start()._process.pid) as watch:
                 try:
                     plan = planner.plan("Go.", max_new_tokens=24, **{field: value})
                     outcome = f"{len(plan.tokens)} tokens, {plan.finish_reason}"

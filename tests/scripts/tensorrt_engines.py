@@ -104,7 +104,7 @@ def build_all(pair: PairSpec, recipe: Recipe, arch: str, workers: int, chunk: in
         plan = compiler.build(lowered)
         seconds = time.perf_counter() - began - made
         print(f"{unit.key}: {seconds:.1f} s, {len(plan) / 1e6:,.1f} MB", file=sys.stderr, flush=True)
-        sizes = {"weight_bytes": lowered.weight_bytes, "plan_bytes": len(plan)}
+        sizes = {"weight_bytes": sum(array.nbytes for array in lowered.net.held), "plan_bytes": len(plan)}
         return {"key": unit.key, "kind": kind_of(unit, pair), "seconds": seconds, "weight_seconds": made, **sizes}
 
     with ThreadPoolExecutor(workers) as pool:

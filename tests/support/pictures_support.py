@@ -14,8 +14,7 @@ from edge_dflash.decode.generation import decode
 from edge_dflash.decode.options import admit
 from edge_dflash.model import pair_programs
 from edge_dflash.model.vision import TOWER
-from edge_dflash.pictures.picture import PatchedPicture
-from edge_dflash.pictures.pictured import Pictured, Placed
+from edge_dflash.pictures.pictured import Picture, Pictured, Placed
 from edge_dflash.planner import Planner
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.formats import WideWeight
@@ -30,7 +29,7 @@ SPEC = pair("vision").target.vision.patches
 def given(levels, grid):
     """A picture by the levels of its patches [patches, 768]."""
     levels = np.ascontiguousarray(levels, np.uint8)
-    return PatchedPicture(levels, tuple(grid), SPEC)
+    return Picture(levels, tuple(grid), SPEC)
 
 
 def picture(number):
@@ -75,7 +74,7 @@ def mixed(*parts, image=IMAGE):
     """A prompt of ids and pictures in turns."""
     ids, pictures = [], []
     for part in parts:
-        if isinstance(part, PatchedPicture):
+        if isinstance(part, Picture):
             pictures.append(Placed(len(ids), part))
             ids += [image] * part.tokens
         else:

@@ -16,7 +16,7 @@ from edge_dflash.backends.cuda.graphs import Graphs, HostBuffers
 from edge_dflash.backends.cuda.honoured import check_honoured, check_programs
 from edge_dflash.backends.cuda.kernels.cycle import SlotWords
 from edge_dflash.backends.cuda.kernels.sample import Chooser
-from edge_dflash.backends.cuda.loading import DenseExecutor, Launches, load
+from edge_dflash.backends.cuda.loading import Launches, load
 from edge_dflash.backends.cuda.rows import HostWalk, NativeRows, WalkedRows
 from edge_dflash.backends.cuda.slots import Lane, Slots
 from edge_dflash.backends.cuda.states import Sizes, copy_states, read_states, write_states
@@ -49,7 +49,7 @@ class NativeBackend:
         max_context: int,
         prefill_chunk: int = 512,
         lanes: int = 1,
-        dense: DenseExecutor | None = None,
+        dense: Launches | None = None,
     ) -> None:
         """Load the pair; ``cubin`` gives a compilation unit's cubin for this device, ``dense`` computes the dense ops.
 

@@ -74,9 +74,7 @@ SPECS: Mapping[type, Names] = {
 }
 """What ops hold, and the tower's spec."""
 
-REFUSED: Mapping[type, Names] = {
-    ops.Remap: _fields(_TENSORS, "weight vocab"),
-}
+REFUSED: Mapping[type, Names] = {ops.Remap: _fields(_TENSORS, "weight vocab")}
 """Fields that somebody decided not to honour; all those of an op without a kernel."""
 _CALLED: Mapping[type, str] = {ops.Remap: "a draft vocabulary (d2t)"}  # in messages
 
@@ -117,7 +115,7 @@ def check_honoured(value: object, known: Mapping[type, Names] = SPECS) -> None:
         if field not in honoured and (default is MISSING or found != default):
             raise BackendError(f"{field} of {name} is {short(found)}, which the native backend does not honour")
         for part in found if type(found) is tuple else (found,):
-            if _has_fields(type(part)):
+            if is_dataclass(part) or hasattr(part, "_fields"):
                 check_honoured(part)
 
 
@@ -130,7 +128,3 @@ def fields_of(kind: type) -> Iterator[tuple[str, object]]:
     else:
         defaults: Mapping[str, object] = getattr(kind, "_field_defaults", {})
         yield from ((name, defaults.get(name, MISSING)) for name in getattr(kind, "_fields", ()))
-
-
-def _has_fields(kind: type) -> bool:
-    return is_dataclass(kind) or hasattr(kind, "_fields")

@@ -1,7 +1,7 @@
 """Everything on the device that a pair needs, made once: budget, weights, states, kernels, passes.
 
-The budget is summed up before a byte is loaded. After loading nothing is allocated. How dense ops are computed is a
-:class:`DenseExecutor`: here by launches of our kernels over stacks of weights.
+The budget is summed up before a byte is loaded. After loading nothing is allocated. Dense ops are computed by
+:class:`Launches` of our kernels over stacks of weights, or by what TensorRT has in their place.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from edge_dflash.backends.cuda.driver import Gpu, Module
 from edge_dflash.backends.cuda.kernels import attend, conv, cycle, delta, sample, small, walk
@@ -108,7 +108,7 @@ class Buffers:
     drafts: DevicePointer  # choices of the drafter, of which a slot's row 0 may be no draft: [rows of all slots] int32
     choices: DevicePointer  # of the target: [rows of all slots] int32
     logits: Matrix  # [rows of all slots, V] BF16
-    clock: DevicePointer
+    clock: DevicePointer  # of propose and of verify, ns; each lane's cycles so far, where benchmarks count them
     counted: DevicePointer  # rows of a slot's verify that count, as in kernels/control.cuh: [slots, COUNTED_WORDS]
     sampling: SamplingBuffers
     images: DevicePointer  # rows of images in a prefill pass [rows, H] BF16; of no bytes without a tower
@@ -140,75 +140,34 @@ class Loaded:
         return self.passes["verify"].mixtures
 
 
-class DenseExecutor(Protocol):
-    """Who computes the dense ops of a pair, and so decides the steps of its passes."""
-
-    @property
-    def most_rows(self) -> int:
-        """Rows that a pass over several slots may have; 0: there are none."""
-        ...
-
-    def lay_out(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> DeviceLayout:
-        """Decide everything that needs no device. Raises BackendError."""
-        ...
-
-    def open(self, gpu: Gpu, layout: DeviceLayout) -> int:
-        """Prepare for a device; bytes of scratch that passes share."""
-        ...
-
-    def count(self, memory: Allocator) -> None:
-        """Count the weights, before anything is loaded."""
-        ...
-
-    def load(self, memory: Allocator, common: Common) -> Mapping[str, PassBase]:
-        """Load and count the weights; make the passes of the layout, by name. Raises BackendError."""
-        ...
-
-    def lay_out_tower(self, spec: VisionSpec, program: Program, most_tokens: int) -> TowerLayout:
-        """The pass ``see`` as :meth:`lay_out`; ``most_tokens``: rows of the language model that a picture may fill."""
-        ...
-
-    def load_tower(self, memory: Allocator, layout: TowerLayout) -> Tower:
-        """Behind :meth:`load`, the tower of that layout. Raises BackendError."""
-        ...
-
-    def close(self) -> None:
-        """Let go of what is on the device and was not allocated through ``gpu``, before ``gpu`` is closed."""
-        ...
-
-
 class Launches:
-    """:class:`DenseExecutor` by launches of our kernels.
+    """Who computes the dense ops of a pair, and so decides the steps of its passes: launches of our kernels.
 
     ``cubin`` gives a compilation unit's cubin for this device; tensors ``kept`` can be read behind a prefill.
     """
 
+    most_rows = MOST_ROWS  # that a pass over several slots may have; 0: there are none
+
     def __init__(self, weights: NativeWeights, cubin: Callable[[str], bytes], kept: Collection[str] = ()) -> None:
         self._weights, self._cubin, self._kept = weights, cubin, kept
 
-    @property
-    def most_rows(self) -> int:
-        """Those of the linears."""
-        return MOST_ROWS
-
     def lay_out(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> DeviceLayout:
-        """Stacks, steps and places. Raises BackendError for what has no kernel."""
+        """Decide everything that needs no device. Raises BackendError for what has no kernel."""
         if precision.activations != "bfloat16":
             raise BackendError(f"activations are {precision.activations!r}; the native backend computes in bfloat16")
         formats, tile = self._weights.formats, max(row_tile(sizes.rows, ALONE_ROWS), row_tile(sizes.most_rows))
         self._stacks: Mapping[str, Stack] = pair_stacks(programs, formats)
         passes = {"prefill": programs.prefill, "verify": programs.verify, "propose": programs.propose}
         schedules = {name: schedule(program, formats, wide=name == "prefill") for name, program in passes.items()}
-        self._mixes = mixes(schedules.values())
+        self._mixes, self._most_rows = mixes(schedules.values()), max(sizes.prefill_rows, sizes.most_rows)
         placed = {name: place(steps, tile) for name, steps in schedules.items() if name != "prefill"}
         placed["prefill"] = place(schedules["prefill"], max(sizes.prefill_rows, tile), self._kept)
         places = {name: found for name, (found, _) in placed.items()}
         return DeviceLayout(programs, precision, sizes, schedules, places, max(size for _, size in placed.values()))
 
     def open(self, gpu: Gpu, layout: DeviceLayout) -> int:
-        """Load the kernels of linears."""
+        """Prepare for a device; bytes of scratch that passes share."""
         most, sizes = [0], layout.sizes
-        self._most_rows = max(sizes.prefill_rows, sizes.most_rows)
         alone, joint = row_tile(sizes.rows, ALONE_ROWS), row_tile(sizes.most_rows) if sizes.slots > 1 else 0
         self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=alone, joint=joint)
         for name, each in layout.schedules.items():
@@ -226,34 +185,35 @@ class Launches:
         return self._linears.choose(step.stack.layout, rows).rank_bytes if isinstance(step, Head) else 0
 
     def count(self, memory: Allocator) -> None:
-        """Count all stacks."""
+        """Count the weights, before anything is loaded."""
         for stack in self._stacks.values():
             memory.count(_purpose(stack), stack.layout.nbytes + 128 * stack.layout.units)
-        if self._mixes:
-            count_mixtures(memory, self._mixes, self._most_rows)
+        count_mixtures(memory, self._mixes, self._most_rows)
 
     def load(self, memory: Allocator, common: Common) -> dict[str, PassBase]:
-        """Bring the stacks to the device."""
+        """Load and count the weights; make the passes of the layout, by name. Raises BackendError."""
         loaded = {}
         for key, stack in self._stacks.items():
             loaded[key] = self._weights.stack(self._gpu, stack)
             memory.count(_purpose(stack), stack.layout.nbytes + loaded[key].scale.nbytes)
-        mixtures = None
-        if self._mixes:
-            kernels = ExpertKernels(self._gpu, self._cubin)
-            mixtures = Mixtures(self._gpu, kernels, self._weights, memory, self._mixes, self._most_rows)
+        mixtures = self._mixtures(memory)
         return {name: Pass(common, name, self._linears, loaded, mixtures) for name in common.layout.schedules}
 
+    def _mixtures(self, memory: Allocator) -> Mixtures | None:
+        """Those of a target with experts, loaded."""
+        given = self._weights, memory, self._mixes, self._most_rows
+        return Mixtures(self._gpu, ExpertKernels(self._gpu, self._cubin), *given) if self._mixes else None
+
     def lay_out_tower(self, spec: VisionSpec, program: Program, most_tokens: int) -> TowerLayout:
-        """Steps and places. Raises BackendError for what has no kernel."""
+        """The pass ``see`` as :meth:`lay_out`; ``most_tokens``: rows of the language model that a picture may fill."""
         return TowerLayout.of(spec, program, most_tokens)
 
     def load_tower(self, memory: Allocator, layout: TowerLayout) -> Tower:
-        """Bring the tower's weights to the device."""
+        """Behind :meth:`load`, the tower of that layout. Raises BackendError."""
         return Tower(self._gpu, layout, self._weights, self._cubin, memory)
 
     def close(self) -> None:
-        """All its memory is the device's own."""
+        """Let go of what is on the device and was not allocated through ``gpu``, before ``gpu`` is closed."""
 
 
 def _purpose(stack: Stack) -> str:
@@ -261,7 +221,7 @@ def _purpose(stack: Stack) -> str:
 
 
 def load(
-    gpu: Gpu, layout: DeviceLayout, dense: DenseExecutor, weights: NativeWeights, cubin: Callable[[str], bytes]
+    gpu: Gpu, layout: DeviceLayout, dense: Launches, weights: NativeWeights, cubin: Callable[[str], bytes]
 ) -> Loaded:
     """Allocate and fill everything. Raises BackendError, naming the largest parts, when it does not fit."""
     scratch = dense.open(gpu, layout)
@@ -295,7 +255,7 @@ def load(
     return Loaded(common, memory, passes, dense.load_tower(memory, layout.tower) if layout.tower else None)
 
 
-def _check_budget(gpu: Gpu, layout: DeviceLayout, dense: DenseExecutor, weights: NativeWeights, scratch: int) -> None:
+def _check_budget(gpu: Gpu, layout: DeviceLayout, dense: Launches, weights: NativeWeights, scratch: int) -> None:
     memory = Allocator(None)
     states = _states(layout, weights, memory)
     _put_norms(layout, states)
@@ -373,7 +333,7 @@ def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocat
         drafts=memory.take("cycle", 4 * rows),
         choices=memory.take("cycle", 4 * rows),
         logits=Matrix(memory.take("logits", 2 * rows * stride), stride),
-        clock=memory.take("cycle", cycle.clock_bytes(sizes.lanes)),
+        clock=memory.take("cycle", 8 * (2 + sizes.lanes)),
         counted=memory.take("cycle", 4 * cycle.COUNTED_WORDS * slots),
         sampling=SamplingBuffers.take(memory, tile, vocabulary, slots),
         images=memory.take("activations", layout.image_bytes),

@@ -9,14 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.kernels.experts import (
-    COUNTER_BYTES,
-    ExpertKernels,
-    ExpertsBuffers,
-    ExpertsShape,
-    ExpertWeights,
-    Forced,
-)
+from edge_dflash.backends.cuda.kernels import experts
 from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer, Matrix, Norm, Words
 from edge_dflash.backends.cuda.schedule import Schedule
 from edge_dflash.backends.cuda.steps import Mix
@@ -32,26 +25,28 @@ def mixes(schedules: Iterable[Schedule]) -> dict[str, Mix]:
     return found
 
 
-def shape_of(step: Mix) -> ExpertsShape:
+def shape_of(step: Mix) -> experts.ExpertsShape:
     """Raises BackendError for what the kernels do not take."""
     up, down, op = step.up, step.down, step.op
     sizes = (up.layout.k, up.experts, op.top_k, down.layout.k, up.parts, op.renormalised)
-    return ExpertsShape(*sizes, up.layout.format, down.layout.format)
+    return experts.ExpertsShape(*sizes, up.layout.format, down.layout.format)
 
 
-def take_buffers(memory: Allocator, steps: Mapping[str, Mix], rows: int) -> ExpertsBuffers:
+def take_buffers(memory: Allocator, steps: Mapping[str, Mix], rows: int) -> experts.ExpertsBuffers:
     """Memory of all layers, which are of one size but for formats. Raises BackendError otherwise."""
     first, *others = [shape_of(step) for step in steps.values()]
     for shape in others:
         if replace(shape, up_format=first.up_format, down_format=first.down_format) != first:
             raise BackendError(f"layers of experts differ: {shape} beside {first}; the native backend takes one size")
-    return ExpertsBuffers.take(memory, first, rows)
+    return experts.ExpertsBuffers.take(memory, first, rows)
 
 
 def count_mixtures(memory: Allocator, steps: Mapping[str, Mix], rows: int) -> None:
-    """Count what :class:`Mixtures` will take. Raises BackendError for layers of different sizes."""
+    """Count what :class:`Mixtures` will take, if there are some. Raises BackendError for layers of different sizes."""
+    if not steps:
+        return
     take_buffers(memory, steps, rows)
-    memory.count("experts", COUNTER_BYTES)
+    memory.count("experts", experts.COUNTER_BYTES)
     for step in steps.values():
         stacks = sum(stack.nbytes + 4 * stack.rows for stack in (step.up, step.down))
         routers = 2 * step.up.layout.k * (step.up.experts + (step.op.shared is not None))
@@ -64,7 +59,7 @@ class Mixtures:
     def __init__(
         self,
         gpu: Gpu,
-        kernels: ExpertKernels,
+        kernels: experts.ExpertKernels,
         weights: NativeWeights,
         memory: Allocator,
         steps: Mapping[str, Mix],
@@ -73,18 +68,20 @@ class Mixtures:
         """Bring the weights to the device; ``rows``: most rows of a pass."""
         self._gpu, self._kernels, self._steps = gpu, kernels, steps
         self._buffers = take_buffers(memory, steps, rows)
-        self._unread = replace(self._buffers, distinct=memory.take("experts", COUNTER_BYTES))  # of uncounted passes
+        self._unread = replace(
+            self._buffers, distinct=memory.take("experts", experts.COUNTER_BYTES)
+        )  # of uncounted passes
         for counter in (self._buffers.distinct, self._unread.distinct):
             gpu.fill(counter)
         self._shapes = {name: shape_of(step) for name, step in steps.items()}
         self._weights = {name: self._load(step, weights, memory) for name, step in steps.items()}
         self._table: tuple[DevicePointer, int] | None = None
 
-    def _load(self, step: Mix, weights: NativeWeights, memory: Allocator) -> ExpertWeights:
+    def _load(self, step: Mix, weights: NativeWeights, memory: Allocator) -> experts.ExpertWeights:
         up, down = (weights.stack(self._gpu, stack) for stack in (step.up, step.down))
         router = weights.embedding(self._gpu, step.op.router)
         judge = weights.embedding(self._gpu, step.op.shared.judge) if step.op.shared else NULL
-        loaded = ExpertWeights(router, judge, up.data, up.scale, down.data, down.scale)
+        loaded = experts.ExpertWeights(router, judge, up.data, up.scale, down.data, down.scale)
         memory.count("target weights", sum(pointer.nbytes for pointer in vars(loaded).values()))
         return loaded
 
@@ -127,6 +124,6 @@ class Mixtures:
         """Enqueue one layer of a pass."""
         shape, weights = self._shapes[step.op.output], self._weights[step.op.output]
         buffers = self._unread if words.prefill else self._buffers
-        forced = None if self._table is None else Forced(*self._table, words.length)
+        forced = None if self._table is None else experts.Forced(*self._table, words.length)
         run, valid = self._kernels.run, words.rows_there
         run(shape, weights, buffers, x, out, rows, residual=residual, norm=norm, valid=valid, forced=forced)

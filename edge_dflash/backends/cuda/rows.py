@@ -28,13 +28,7 @@ class NativeRows:
     """
 
     def __init__(
-        self,
-        backend: NativeBackend,
-        count: int,
-        first: int,
-        ids: npt.NDArray[np.int32],
-        slot: int = 0,
-        block: int = 0,
+        self, backend: NativeBackend, count: int, first: int, ids: npt.NDArray[np.int32], slot: int = 0, block: int = 0
     ) -> None:
         """``ids`` [all rows]: largest logit of each row, there when the pass has run; ours begin at ``first``.
 

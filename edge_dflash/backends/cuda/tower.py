@@ -204,12 +204,7 @@ class Tower:
     """The tower of a loaded target. Allocates at load only."""
 
     def __init__(
-        self,
-        gpu: Gpu,
-        layout: TowerLayout,
-        weights: NativeWeights,
-        cubin: Callable[[str], bytes],
-        memory: Allocator,
+        self, gpu: Gpu, layout: TowerLayout, weights: NativeWeights, cubin: Callable[[str], bytes], memory: Allocator
     ) -> None:
         self._gpu, self._layout, self._schedule, self._spec = gpu, layout, layout.schedule, layout.spec
         self._kernels = TowerKernels(gpu, gpu.load(cubin(UNIT)), layout.spec.head_dim)

@@ -28,23 +28,18 @@ class NativeWeights(Protocol):
     @property
     def formats(self) -> Mapping[str, WeightFormat]:
         """Format of every weight of the pair."""
-        ...
 
     def stack(self, gpu: Gpu, stack: Stack) -> LinearWeights:
         """Allocate and fill a stack; of experts, all members behind each other, with the layout of one."""
-        ...
 
     def embedding(self, gpu: Gpu, name: str) -> DevicePointer:
         """Allocate and fill a BF16 matrix [V, H]."""
-        ...
 
     def vector(self, name: str) -> npt.NDArray[np.float32]:
         """A norm, gate or convolution weight as float32 on the host, in its own shape."""
-        ...
 
     def kv_scale(self, state: str) -> tuple[float, float]:
         """FP8 scales (k, v) of a KV state."""
-        ...
 
 
 class BundleWeights:

@@ -21,23 +21,13 @@ from edge_dflash.decode.grammar.library import MAX_BYTES, MAX_RULES
 from edge_dflash.decode.grammar.schema import MAX_BYTES as MAX_SCHEMA_BYTES
 from edge_dflash.decode.grammar.schema import alone, plain
 from edge_dflash.errors import RequestError
-from edge_dflash.text.tool_calls import (
-    JsonCalls,
-    Meaning,
-    TaggedCalls,
-    Tool,
-    function_of,
-    is_strict,
-    meaning,
-    parameter,
-    written,
-)
+from edge_dflash.text import tool_calls
 
 _WHOLE = frozenset(("type", "properties", "required", "additionalProperties", "$defs"))
 _TEXT = frozenset(("type", "pattern", "format", "contentEncoding", "minLength", "maxLength"))
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # of a regex: escape, class, character
 
-Dialect: TypeAlias = JsonCalls | TaggedCalls
+Dialect: TypeAlias = tool_calls.JsonCalls | tool_calls.TaggedCalls
 HELD, WHERE_IT_CAN, FREE = "held", "where it can", "free"
 
 
@@ -72,7 +62,7 @@ class Calls:
     def of(
         cls,
         which: Literal["forced", "beside", "strict"],
-        tools: Sequence[Tool],
+        tools: Sequence[tool_calls.Tool],
         dialect: Dialect,
         form: AnswerForm | None = None,
     ) -> Calls:
@@ -91,13 +81,13 @@ class Calls:
 
     def to_json(self) -> str:
         """Text that :meth:`from_json` reads."""
-        return json.dumps({**asdict(self), "json": isinstance(self.dialect, JsonCalls)})
+        return json.dumps({**asdict(self), "json": isinstance(self.dialect, tool_calls.JsonCalls)})
 
     @classmethod
     def from_json(cls, text: str) -> Calls:
         """What :meth:`to_json` wrote."""
         given = json.loads(text)
-        dialect = (JsonCalls if given["json"] else TaggedCalls)(**given["dialect"])
+        dialect = (tool_calls.JsonCalls if given["json"] else tool_calls.TaggedCalls)(**given["dialect"])
         form = None if given["form"] is None else AnswerForm(**given["form"])
         return cls(given["which"], tuple(given["tools"]), dialect, form)
 
@@ -152,10 +142,10 @@ class Calls:
             raise RequestError(f"a call of the tool {name!r} cannot be forced: {error}") from None
 
 
-def _slim(tool: Tool, which: str) -> dict[str, Any]:
+def _slim(tool: tool_calls.Tool, which: str) -> dict[str, Any]:
     """What of a tool its calls depend on."""
-    function = function_of(tool)
-    held = HELD if which == "forced" or is_strict(tool) else WHERE_IT_CAN if which == "beside" else FREE
+    function = tool_calls.function_of(tool)
+    held = HELD if which == "forced" or tool_calls.is_strict(tool) else WHERE_IT_CAN if which == "beside" else FREE
     made: dict[str, Any] = {"name": str(function.get("name")), "held": held}
     if held != FREE:
         made["parameters"] = json.loads(json.dumps(function.get("parameters"), default=dict))
@@ -172,7 +162,7 @@ def _fits(rules: Sequence[str]) -> bool:
 
 def _opening(name: str, dialect: Dialect) -> str:
     """What a call begins with, up to its arguments."""
-    if isinstance(dialect, JsonCalls):
+    if isinstance(dialect, tool_calls.JsonCalls):
         return dialect.head + json.dumps(name, ensure_ascii=False) + dialect.middle
     _need_plain(name, "the name of a tool")
     return dialect.head + name + dialect.opened
@@ -181,7 +171,7 @@ def _opening(name: str, dialect: Dialect) -> str:
 def _call(rule: str, name: str, tool: dict[str, Any], dialect: Dialect) -> list[str]:
     """Rules of a call whose arguments satisfy the tool's schema."""
     parameters = _parameters(tool)
-    if isinstance(dialect, JsonCalls):
+    if isinstance(dialect, tool_calls.JsonCalls):
         return [f"{rule}: {_literal(_opening(name, dialect))} {_json(parameters)} {_literal(dialect.tail)}"]
     rules: list[str] = []
     size = 0
@@ -224,15 +214,15 @@ def _followed(schema: Any, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-def _tagged_call(rule: str, name: str, parameters: dict[str, Any], dialect: TaggedCalls) -> Iterator[str]:
+def _tagged_call(rule: str, name: str, parameters: dict[str, Any], dialect: tool_calls.TaggedCalls) -> Iterator[str]:
     before = _opening(name, dialect)
     if other := next((key for key in parameters if key not in _WHOLE), None):
         raise RequestError(f"{other!r} of its parameters would not be enforced in this model's dialect; remove it")
     required = parameters.get("required", [])
     parts = []
     for index, key in enumerate(dict.fromkeys((*parameters.get("properties", {}), *required))):
-        schema = _followed(parameter(parameters, key), parameters)
-        said = meaning(schema, parameters)
+        schema = _followed(tool_calls.parameter(parameters, key), parameters)
+        said = tool_calls.meaning(schema, parameters)
         if said.kinds == set() or (said.exact and said.values == []):
             if key in required:
                 raise RequestError(f"nothing satisfies parameter {key!r}; make it optional")
@@ -246,7 +236,7 @@ def _tagged_call(rule: str, name: str, parameters: dict[str, Any], dialect: Tagg
 
 
 def _value(
-    rule: str, key: str, schema: Any, said: Meaning, root: dict[str, Any], dialect: TaggedCalls
+    rule: str, key: str, schema: Any, said: tool_calls.Meaning, root: dict[str, Any], dialect: tool_calls.TaggedCalls
 ) -> Iterator[str]:
     """Rules of the value of one parameter, and what stands behind it."""
     after = f"{dialect.value_end}</parameter>{dialect.gap}"
@@ -270,7 +260,7 @@ def _value(
         )
 
 
-def _patterns(schema: dict[str, Any], key: str, dialect: TaggedCalls) -> Iterator[str]:
+def _patterns(schema: dict[str, Any], key: str, dialect: tool_calls.TaggedCalls) -> Iterator[str]:
     """What the raw text must match, each with what stands before the closing tag."""
     if other := next((word for word in schema if word not in _TEXT), None):
         raise RequestError(f"{other!r} of parameter {key!r} would not be enforced in this model's dialect; remove it")
@@ -306,7 +296,7 @@ def _in_ascii(piece: str) -> str:
 
 def _untagged(value: Any) -> str:
     """A value as it stands between the tags."""
-    text = written(value)
+    text = tool_calls.written(value)
     if "</parameter>" in text:
         raise RequestError(f"the value {text[:40]!r} holds a closing tag; leave it out")
     return text

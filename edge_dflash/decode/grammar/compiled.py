@@ -36,11 +36,7 @@ _CLOSED = "the planner of this grammar is closed; open it again"
 
 
 def compile_form(
-    source: Source,
-    tokenizer: Tokenizer,
-    stop_token_ids: Sequence[int],
-    patience: Patience = ENDLESS,
-    caller: str = "",
+    source: Source, tokenizer: Tokenizer, stop_token_ids: Sequence[int], patience: Patience = ENDLESS, caller: str = ""
 ) -> Grammar:
     """Compile a form that an answer must have; ``stop_token_ids`` end the answer.
 

@@ -30,11 +30,6 @@ _UUID = f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}"
 _H16 = f"{_HEX}{{1,4}}"
 
 
-def _uuid(version: int) -> str:
-    """A UUID of RFC 9562 of one version."""
-    return f"{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}"
-
-
 def _ipv6() -> str:
     """Eight groups; or fewer, with ``::`` in place of at least one (RFC 4291)."""
     forms = [f"(?:{_H16}:){{7}}{_H16}", f"::(?:{_H16}(?::{_H16}){{0,6}})?"]
@@ -65,7 +60,8 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "ipv4": (_IPV4,),
     "ipv6": (_ipv6(),),
     "uuid": (_UUID,),
-    **{f"uuid{version}": (_uuid(version),) for version in range(1, 9)},  # Pydantic's
+    # Of RFC 9562, by version: Pydantic's.
+    **{f"uuid{n}": (f"{_HEX}{{8}}-{_HEX}{{4}}-{n}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}",) for n in range(1, 9)},
     "uri": (_URI,),
     "base64": (_BASE64,),  # Pydantic's
     "byte": (_BASE64,),  # OpenAPI's
@@ -77,10 +73,7 @@ None is looser than what Python's standard library and the RFC both read: no lea
 on for ever.
 """
 
-ENCODINGS: dict[str, tuple[str, ...]] = {
-    "base64": (_BASE64,),
-    "base16": ("(?:[0-9A-F]{2})*",),
-}
+ENCODINGS: dict[str, tuple[str, ...]] = {"base64": (_BASE64,), "base16": ("(?:[0-9A-F]{2})*",)}
 """``contentEncoding``: what the whole string matches (RFC 4648, with padding and without line breaks)."""
 
 INTEGERS: dict[str, tuple[int, int]] = {

@@ -135,11 +135,6 @@ class Zygote:
         self.close = weakref.finalize(self, _end, self._process)  # with all its forks; again: does nothing
 
     @property
-    def pid(self) -> int:
-        """Its process."""
-        return self._process.pid
-
-    @property
     def alive(self) -> bool:
         """Whether it can still fork."""
         return self.close.alive and self._process.poll() is None

@@ -23,18 +23,8 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from edge_dflash.common.pointer import resolve
+from edge_dflash.decode.grammar import keywords
 from edge_dflash.decode.grammar.formats import ENCODINGS, FORMATS
-from edge_dflash.decode.grammar.keywords import (
-    DEFINITIONS,
-    LARGEST,
-    LISTS,
-    NAMED,
-    SINGLE,
-    is_number,
-    kinds_of,
-    may_be,
-    scalars_in,
-)
 from edge_dflash.decode.grammar.schema import all_nodes, inner, plain
 from edge_dflash.errors import RequestError
 
@@ -57,7 +47,7 @@ class _Rewriting:
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._merged = _merged(root)
-        self._usual = all(abs(number) <= LARGEST for number in _numbers(root, ("const", "enum")))
+        self._usual = all(abs(number) <= keywords.LARGEST for number in _numbers(root, ("const", "enum")))
         multiples = set(_numbers(root, ("multipleOf",)))
         if self._merged and len(multiples) > 1 and _overflow(multiples):
             raise RequestError("the values of multipleOf are too large to be combined; write one multipleOf of them")
@@ -99,13 +89,13 @@ class _Rewriting:
             return self._free() if node is True and not merged else node
         merged = id(node) in self._merged  # a definition's place says nothing; its references do
         kept = dict(node)
-        if not kept.keys() - DEFINITIONS and not merged:
+        if not kept.keys() - keywords.DEFINITIONS and not merged:
             kept |= self._free()
         made = {key: self._value(key, value, merged or _intersects(node)) for key, value in kept.items()}
-        if self._digits and may_be(node, "number"):
+        if self._digits and keywords.may_be(node, "number"):
             _include(made)
         _add_patterns(made)
-        if not kept.keys() & _APPLICATORS and kept.keys() - DEFINITIONS:
+        if not kept.keys() & _APPLICATORS and kept.keys() - keywords.DEFINITIONS:
             if not merged:
                 self._close(made)
             self._bound(made, merged=merged)
@@ -116,20 +106,20 @@ class _Rewriting:
         return made
 
     def _value(self, key: str, value: Any, merged: bool) -> Any:
-        if key in NAMED:
-            free = merged or key in DEFINITIONS
+        if key in keywords.NAMED:
+            free = merged or key in keywords.DEFINITIONS
             return {name: self._node(child, merged=free) for name, child in value.items()}
         if key == "$ref":  # as a URI, which the library wants
             return "#" + quote(unquote(value[1:]), safe="/~!$&'()*+,;=:@")
-        if key in LISTS and isinstance(value, list):
+        if key in keywords.LISTS and isinstance(value, list):
             return [self._node(child, merged=merged) for child in value]
-        if key in SINGLE:
+        if key in keywords.SINGLE:
             return self._node(value, merged=merged)
         return _without_minus_zero(value) if key in ("const", "enum") else value
 
     def _close(self, made: dict[str, Any]) -> None:
         """Name what the schema leaves free inside arrays and objects."""
-        kinds = kinds_of(made)
+        kinds = keywords.kinds_of(made)
         if not kinds or "array" in kinds:
             made.setdefault("additionalItems" if isinstance(made.get("items"), list) else "items", self._free())
         if not kinds or "object" in kinds:
@@ -137,15 +127,15 @@ class _Rewriting:
 
     def _bound(self, made: dict[str, Any], *, merged: bool) -> None:
         """Let numbers end."""
-        kinds = kinds_of(made)
+        kinds = keywords.kinds_of(made)
         if (kinds and _NUMBERS.isdisjoint(kinds)) or (merged and not self._usual):  # a larger value is named elsewhere
             return
         low, high = _limit(made, "minimum"), _limit(made, "maximum")
-        for key, given, bound in (("minimum", low, -LARGEST), ("maximum", high, LARGEST)):
-            if given is None or abs(given) > LARGEST:
+        for key, given, bound in (("minimum", low, -keywords.LARGEST), ("maximum", high, keywords.LARGEST)):
+            if given is None or abs(given) > keywords.LARGEST:
                 made[key] = bound
                 made.pop(f"exclusive{key.capitalize()}", None)
-        own = all(_is_fine(value) for key in _BOUNDS if is_number(value := made.get(key)))
+        own = all(_is_fine(value) for key in _BOUNDS if keywords.is_number(value := made.get(key)))
         fine = self._fine if merged else own and "multipleOf" not in made
         wide = low is None or high is None or high - low >= _NARROW
         if fine and wide and (not kinds or "number" in kinds):
@@ -174,7 +164,7 @@ def _without_minus_zero(value: Any) -> Any:
 
 def _intersects(node: dict[str, Any]) -> bool:
     """Whether the library intersects what is inside ``node``."""
-    enforced = [key for key in node if key not in DEFINITIONS]
+    enforced = [key for key in node if key not in keywords.DEFINITIONS]
     applied = [key for key in enforced if key in _APPLICATORS]
     if len(node.get("allOf", ())) > 1:
         return True
@@ -183,13 +173,17 @@ def _intersects(node: dict[str, Any]) -> bool:
 
 def _is_open(node: dict[str, Any]) -> bool:
     """Whether a schema is one of numbers only, of which some satisfy it: what no number satisfies is left in place."""
-    numbers = bool(kinds_of(node)) and _NUMBERS.issuperset(kinds_of(node)) and "multipleOf" not in node
+    numbers = (
+        bool(keywords.kinds_of(node)) and _NUMBERS.issuperset(keywords.kinds_of(node)) and "multipleOf" not in node
+    )
     return numbers and (_limit(node, "minimum") is None or _limit(node, "maximum") is None)
 
 
 def _numbers(root: dict[str, Any], keys: tuple[str, ...]) -> Iterator[int | float]:
     """Numbers that a schema names under some keywords."""
-    return filter(is_number, scalars_in(*(node[key] for node in all_nodes(root) for key in keys if key in node)))
+    return filter(
+        keywords.is_number, keywords.scalars_in(*(node[key] for node in all_nodes(root) for key in keys if key in node))
+    )
 
 
 def _is_fine(number: int | float) -> bool:
@@ -215,7 +209,7 @@ def _crossed(root: dict[str, Any]) -> bool:
 def _limit(made: dict[str, Any], key: str) -> float | None:
     """The bound on one side, inclusive or not; None when the schema has none."""
     inclusive, exclusive = made.get(key), made.get(f"exclusive{key.capitalize()}")
-    given = [value for value in (inclusive, exclusive) if is_number(value)]
+    given = [value for value in (inclusive, exclusive) if keywords.is_number(value)]
     return None if not given else float(max(given) if key == "minimum" else min(given))
 
 
@@ -223,7 +217,7 @@ def _include(made: dict[str, Any]) -> None:
     """Write whole exclusive bounds as inclusive ones, a step away: the library takes 0 for above 0 and at most 0.5."""
     for key, further, sign in (("minimum", max, 1), ("maximum", min, -1)):
         bound = made.get(f"exclusive{key.capitalize()}")
-        if is_number(bound) and bound % 1 == 0 and abs(bound) < LARGEST:
+        if keywords.is_number(bound) and bound % 1 == 0 and abs(bound) < keywords.LARGEST:
             del made[f"exclusive{key.capitalize()}"]
             within = bound + sign * max(_STEP, 4 * ulp(bound))
             made[key] = further(within, made.get(key, within))

@@ -19,24 +19,9 @@ from typing import Any, TypeAlias
 
 from edge_dflash.common.pointer import resolve
 from edge_dflash.common.rules import refuse_surrogates
+from edge_dflash.decode.grammar import keywords
 from edge_dflash.decode.grammar.apart import Apart, tag_of
 from edge_dflash.decode.grammar.formats import FORMATS, INTEGERS, WITHOUT_LOOKING
-from edge_dflash.decode.grammar.keywords import (
-    COUNTS,
-    DEFINITIONS,
-    LISTS,
-    NAMED,
-    SINGLE,
-    TAKEN,
-    Node,
-    check,
-    check_least,
-    forbids_nothing,
-    is_number,
-    kinds_of,
-    may_be,
-    unenforced,
-)
 from edge_dflash.errors import RequestError, short
 
 MAX_BYTES = 256 * 1024
@@ -103,14 +88,14 @@ def plain(root: dict[str, Any]) -> dict[str, Any]:
         raise RequestError(f"the schema is nested deeper than {MAX_DEPTH} levels; make it flatter") from None
 
 
-def inner(node: dict[str, Any], but: tuple[str, ...] = DEFINITIONS) -> Iterator[tuple[str, Any]]:
+def inner(node: dict[str, Any], but: tuple[str, ...] = keywords.DEFINITIONS) -> Iterator[tuple[str, Any]]:
     """Schemas directly inside one that was read, with their paths; definitions count where they are referred to."""
     for key, value in node.items():
-        if key in NAMED and key not in but:
+        if key in keywords.NAMED and key not in but:
             yield from ((f"{key}/{name}", child) for name, child in value.items())
-        elif key in LISTS and isinstance(value, list):
+        elif key in keywords.LISTS and isinstance(value, list):
             yield from ((f"{key}/{index}", child) for index, child in enumerate(value))
-        elif key in SINGLE:
+        elif key in keywords.SINGLE:
             yield key, value
 
 
@@ -140,9 +125,9 @@ class _Reader:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        known = {name for key in DEFINITIONS if isinstance(root.get(key), dict) for name in root[key]}
+        known = {name for key in keywords.DEFINITIONS if isinstance(root.get(key), dict) for name in root[key]}
         self._fresh = (name for name in map("left{}".format, count()) if name not in known)
-        self._targets: dict[str, Node] = {}  # of references
+        self._targets: dict[str, keywords.Node] = {}  # of references
         self._pending: list[tuple[str, str, Tags]] = []  # definitions to be written: name, reference
         self._places: dict[tuple[str, Tags], str] = {}  # of a reference: the name of its definition
         self._taken: set[str] = set()  # names
@@ -183,16 +168,16 @@ class _Reader:
             raise RequestError(f"the schema at {where} is {short(node)}; a schema is an object, true or false")
         if depth > MAX_DEPTH:
             raise RequestError(f"the schema is nested deeper than {MAX_DEPTH} levels at {where}; make it flatter")
-        check(node, where)
+        keywords.check(node, where)
         made: dict[str, Any] = {}
-        kept = [key for key in node if not forbids_nothing(key, node)]
+        kept = [key for key in node if not keywords.forbids_nothing(key, node)]
         for key in kept:
-            if key in TAKEN:
+            if key in keywords.TAKEN:
                 made[key] = self._value(key, node, where, depth + 1, tags)
         if "propertyNames" in kept:
             self._name(node, made, where)
         else:
-            check_least(node, where)
+            keywords.check_least(node, where)
         if "unevaluatedProperties" in kept:
             made["additionalProperties"] = False
         if "oneOf" in made:
@@ -202,8 +187,8 @@ class _Reader:
             else:
                 made["anyOf"] = options
         if "type" in made and node.get("nullable") is True:
-            made["type"] = kinds_of(node)
-        if made.get("format") in INTEGERS and may_be(node, "integer", "number"):
+            made["type"] = keywords.kinds_of(node)
+        if made.get("format") in INTEGERS and keywords.may_be(node, "integer", "number"):
             _be_within(made, *INTEGERS[made.pop("format")])
         if needed := [tag for tag in tags if tag in node.get("properties", ()) or made.keys().isdisjoint(_SAME)]:
             made["required"] = list(dict.fromkeys([*made.get("required", ()), *needed]))
@@ -216,16 +201,16 @@ class _Reader:
             tags = tuple(dict.fromkeys((*tags, tag)))
         if key == "$ref":
             return self._reference(value, tags)
-        if key in NAMED:
+        if key in keywords.NAMED:
             return {name: self._node(child, f"{inside}/{name}", depth) for name, child in value.items()}
-        if key in LISTS and isinstance(value, list):
+        if key in keywords.LISTS and isinstance(value, list):
             tags = tags if key in _SAME else ()
             return [self._node(child, f"{inside}/{index}", depth, tags) for index, child in enumerate(value)]
-        if key in SINGLE:
+        if key in keywords.SINGLE:
             return self._node(value, inside, depth)
         if key == "pattern":
             return WITHOUT_LOOKING.get(value, value)
-        if key in COUNTS or (is_number(value) and value == 0):  # 2.0 is 2, -0.0 is 0
+        if key in keywords.COUNTS or (keywords.is_number(value) and value == 0):  # 2.0 is 2, -0.0 is 0
             return int(value)
         return value
 
@@ -263,7 +248,7 @@ class _Reader:
         names, rest = self._names(node, where), made.get("additionalProperties", True)
         made["additionalProperties"] = False
         if isinstance(names, str):
-            check_least(node, where)
+            keywords.check_least(node, where)
             made["patternProperties"] = {names: rest}
             return
         text = json.dumps(rest)
@@ -281,16 +266,16 @@ class _Reader:
 
     def _names(self, node: dict[str, Any], where: str) -> list[str] | str:
         """The names that properties may have, or their pattern. Raises RequestError where no other keywords say it."""
-        names: Node = node["propertyNames"]
+        names: keywords.Node = node["propertyNames"]
         for _ in range(16):
             if isinstance(names, dict) and id(names) not in self._checked:
-                check(names, f"{where}/propertyNames")
+                keywords.check(names, f"{where}/propertyNames")
                 self._checked.add(id(names))
             if not isinstance(names, dict) or set(_says(names)) != {"$ref"}:
                 break
             names = resolve(self._root, names["$ref"])
         if not isinstance(names, dict) or node.get("patternProperties"):
-            raise unenforced("propertyNames", where)
+            raise keywords.unenforced("propertyNames", where)
         says = _says(names)
         if says.keys() in ({"enum"}, {"const"}):
             listed = says.get("enum", [says.get("const")])
@@ -306,7 +291,7 @@ class _Reader:
             if says.keys() <= {"minLength", "maxLength"}:
                 low, high = says.get("minLength", 0), says.get("maxLength", "")
                 return f"^(?s:.{{{low:.0f},{high and format(high, '.0f')}}})$"
-        raise unenforced("propertyNames", where)
+        raise keywords.unenforced("propertyNames", where)
 
     # What holds of the whole -----------------------------------------------------------------------------------------
 
@@ -333,24 +318,26 @@ class _Reader:
 
 def _says(names: dict[str, Any]) -> dict[str, Any]:
     """What of a schema forbids some text."""
-    texts = "string" in kinds_of(names)
+    texts = "string" in keywords.kinds_of(names)
     return {
-        key: value for key, value in names.items() if not forbids_nothing(key, names) and not (key == "type" and texts)
+        key: value
+        for key, value in names.items()
+        if not keywords.forbids_nothing(key, names) and not (key == "type" and texts)
     }
 
 
 def _be_within(made: dict[str, Any], low: int, high: int) -> None:
     """Let numbers be whole, and within bounds besides those that are given."""
-    made["type"] = list(dict.fromkeys("integer" if kind == "number" else kind for kind in kinds_of(made)))
+    made["type"] = list(dict.fromkeys("integer" if kind == "number" else kind for kind in keywords.kinds_of(made)))
     for key, bound, sign in (("minimum", low, 1), ("maximum", high, -1)):
         given = made.get(key)
-        if not is_number(given) or (bound - given) * sign > 0:
+        if not keywords.is_number(given) or (bound - given) * sign > 0:
             made[key] = bound
             if isinstance(made.get(f"exclusive{key.capitalize()}"), bool):  # it was of the other bound
                 del made[f"exclusive{key.capitalize()}"]
 
 
-def _check_options(node: Node, where: str, around: list[Node], apart: Apart) -> None:
+def _check_options(node: keywords.Node, where: str, around: list[keywords.Node], apart: Apart) -> None:
     """Raise RequestError when two options of a oneOf may hold together; ``around``: what holds of the same value."""
     if not isinstance(node, dict):
         return
@@ -363,14 +350,14 @@ def _check_options(node: Node, where: str, around: list[Node], apart: Apart) -> 
     here = {key: value for key, value in node.items() if key not in _SAME[1:]}
     for path, child in inner(node):
         key, _, index = path.partition("/")
-        others: list[Node] = []
+        others: list[keywords.Node] = []
         if key in _SAME:
             parts = enumerate(node["allOf"]) if key == "allOf" else ()
             others = [*around, here, *(part for number, part in parts if str(number) != index)]
         _check_options(child, f"{where}/{path}", others, apart)
 
 
-def _ends(node: Node, finite: set[str]) -> bool:
+def _ends(node: keywords.Node, finite: set[str]) -> bool:
     """Whether some finite document may satisfy ``node``, when of the references only ``finite`` have one.
 
     Least fixed point of the schema as a grammar; True when in doubt.
@@ -384,7 +371,7 @@ def _ends(node: Node, finite: set[str]) -> bool:
         return False
     if not all(_ends(child, finite) for child in node.get("allOf", ())):
         return False
-    kinds = kinds_of(node)
+    kinds = keywords.kinds_of(node)
     if "const" in node or "enum" in node or not kinds or not set(kinds) <= {"array", "object"}:
         return True
     return ("array" in kinds and _array_ends(node, finite)) or ("object" in kinds and _object_ends(node, finite))

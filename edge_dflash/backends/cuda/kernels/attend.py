@@ -294,14 +294,9 @@ class Attention:
         rest = (1, shape.tiles(True)) if words.prefill else (form.splits, words.slots)
         if wide and not words.prefill:  # the live splits of all slots are the first blocks
             rest = (words.slots, max(1, form.splits // words.slots))
-        self._gpu.launch(
-            form.kernels[several],
-            (shape.kv_heads * form.row_blocks, *rest),
-            form.threads,
-            (_WIDE_ATTEND if wide else _ATTEND)(*records, **given, q=queries),
-            shared_bytes=form.shared_bytes,
-            overlap=True,
-        )
+        arguments = (_WIDE_ATTEND if wide else _ATTEND)(*records, **given, q=queries)
+        grid, shared = (shape.kv_heads * form.row_blocks, *rest), form.shared_bytes
+        self._gpu.launch(form.kernels[several], grid, form.threads, arguments, shared_bytes=shared, overlap=True)
         if words.prefill:
             return
         grid = (-(-rows * shape.heads * shape.head_dim // 4 // _THREADS), 1, words.slots)

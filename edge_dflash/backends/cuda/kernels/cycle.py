@@ -25,11 +25,6 @@ _SIGNATURES = {name: Signature("cycle.cu", name) for name in _NAMES}
 _Parts, _Blocks = structure("cycle.cu", "Parts"), structure("cycle.cu", "Blocks")
 
 
-def clock_bytes(lanes: int) -> int:
-    """Of propose and of verify, ns; each lane's cycles so far, where benchmarks count them."""
-    return 8 * (2 + lanes)
-
-
 class SlotWords(NamedTuple):
     """What the control block of a slot says, or has to say."""
 

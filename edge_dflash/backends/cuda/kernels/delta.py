@@ -116,15 +116,6 @@ class DeltaShape:
         parts = (_STAGE + 1) * 4 * _PARTS * (_COLUMNS + 4)
         return _spread(2 * stage + parts, self.value_heads * (self.value_dim // _COLUMNS) * slots, sm, sm_count)
 
-    def pass_bytes(self, pending: int, rows: int, *, commits: bool = False) -> int:
-        """Fewest bytes of a pass: S in and out, tape in and out, own rows in and out, convolution and norm."""
-        writes = 1 if pending or commits else 0
-        values = 2 * self.value_heads * self.value_dim
-        tape_row = 2 * self.channels + 8 * self.value_heads
-        own = rows * (2 * self.channels + 2 * values + 4 * self.value_heads + (0 if commits else tape_row))
-        vectors = 4 * (TAPS * self.channels + 2 * self.value_heads + self.value_dim)
-        return (1 + writes) * self.state_bytes + pending * tape_row + own + 2 * self.history_bytes + vectors
-
     def packed_conv(self, conv: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Convolution weight [C, K] as the kernels read it: [TAPS, C], leading zeros for a shorter kernel."""
         packed = np.zeros((TAPS, self.channels), np.float32)
@@ -223,40 +214,21 @@ class DeltaKernels:
         if words.prefill or not self._verify:
             self._three(x, layer, scratch.floats, words, own)
             return
-        crowded = self._crowded[words.slots - 1]
-        self._gpu.launch(
-            self._verify[crowded],
-            (self.shape.value_heads, _CLUSTER, words.slots),
-            _CLUSTER_THREADS[crowded],
-            _VERIFY(x, layer, words, **self._sizes, own=own, arrived=scratch.counters),
-            shared_bytes=self._verify_shared[words.slots - 1],
-            overlap=True,
-        )
+        crowded, shared = self._crowded[words.slots - 1], self._verify_shared[words.slots - 1]
+        kernel, grid = self._verify[crowded], (self.shape.value_heads, _CLUSTER, words.slots)
+        what = _VERIFY(x, layer, words, **self._sizes, own=own, arrived=scratch.counters)
+        self._gpu.launch(kernel, grid, _CLUSTER_THREADS[crowded], what, shared_bytes=shared, overlap=True)
 
     def _three(self, x: DeltaTensors, layer: DeltaLayer, scratch: DevicePointer, words: Words, own: int) -> None:
         s, warps, given = self.shape, _PREPARE_WARPS, self._sizes | {"rows": own, "scratch": scratch}
         given |= {"most_rows": s.most_rows(words.prefill), "commits": int(words.prefill)}
+        heads, slots = 2 * s.key_heads + s.value_heads, words.slots
+        grid = -(-heads // warps), -(-(s.rows + own) // _PREPARE_ROWS), slots
+        self._gpu.launch(self._prepare, grid, warps * 32, _PREPARE(x, layer, words, **given), overlap=True)
+        grid, what, shared = (s.value_heads, s.value_dim // _COLUMNS, slots), (x, layer, words), self._shared[slots - 1]
         self._gpu.launch(
-            self._prepare,
-            (-(-(2 * s.key_heads + s.value_heads) // warps), -(-(s.rows + own) // _PREPARE_ROWS), words.slots),
-            warps * 32,
-            _PREPARE(x, layer, words, **given),
-            overlap=True,
+            self._recurrence, grid, _THREADS, _RECURRENCE(*what, **given), shared_bytes=shared, overlap=True
         )
-        self._gpu.launch(
-            self._recurrence,
-            (s.value_heads, s.value_dim // _COLUMNS, words.slots),
-            _THREADS,
-            _RECURRENCE(x, layer, words, **given),
-            shared_bytes=self._shared[words.slots - 1],
-            overlap=True,
-        )
-        if own == 0:
-            return
-        self._gpu.launch(
-            self._norm,
-            (-(-s.value_heads // warps), -(-own // _NORM_ROWS), words.slots),
-            warps * 32,
-            _NORM(x, layer, words, **given),
-            overlap=True,
-        )
+        if own:
+            grid = -(-s.value_heads // warps), -(-own // _NORM_ROWS), slots
+            self._gpu.launch(self._norm, grid, warps * 32, _NORM(x, layer, words, **given), overlap=True)

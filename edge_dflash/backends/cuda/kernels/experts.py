@@ -85,11 +85,6 @@ class ExpertsShape:
         return Layout(self.down_format, (self.hidden,), self.intermediate)
 
     @property
-    def members(self) -> int:
-        """Experts and slices of the shared expert."""
-        return self.experts + self.shared
-
-    @property
     def slots(self) -> int:
         """Members of a row."""
         return self.chosen + self.shared
@@ -145,6 +140,9 @@ class Forced:
     table: DevicePointer  # int32 [positions, chosen], no expert twice in a line
     positions: int
     length: DevicePointer  # int32: row r takes line (length + r) % positions
+
+
+_UNFORCED = Forced(NULL, 1, NULL)
 
 
 @dataclass(frozen=True)
@@ -225,16 +223,8 @@ class ExpertKernels:
         tile, groups = shape.tile(rows, self._gpu.sm), -(-rows // _GROUP)
         route = _Route.of(weights, buffers, shape, x=x, rows=rows)
         self._launch("route", (shape.stride // 16, groups, 1), route)
-        choice = _Choice.of(
-            buffers,
-            shape,
-            valid=valid,
-            forced=forced.table if forced else NULL,
-            length=forced.length if forced else NULL,
-            rows=rows,
-            positions=forced.positions if forced else 1,
-            tile=tile,
-        )
+        by = forced or _UNFORCED
+        choice = _Choice.of(by, buffers, shape, valid=valid, forced=by.table, rows=rows, tile=tile)
         names = ("choose",) if groups == 1 else ("choose_group", "list", "place")
         for name in names:
             self._launch(name, (1 if name == "list" else groups, 1, 1), choice)
@@ -242,14 +232,9 @@ class ExpertKernels:
         self._multiply("up", shape, up, x, gated, buffers.list, rows, tile)
         self._multiply("down", shape, down, Matrix(gated, shape.intermediate), buffers.sums, buffers.list, rows, tile)
         given = {"y": buffers.sums, "valid": valid, "rows": rows, "out": out, "columns": shape.hidden}
-        self._gpu.launch(
-            self._kernels["sum"],
-            (rows, 1, 1),
-            _THREADS,
-            _SUM(buffers, shape, **given, residual=residual or EMPTY, **(norm or NO_NORM).values),
-            shared_bytes=2 * shape.hidden,
-            overlap=True,
-        )
+        what = _SUM(buffers, shape, **given, residual=residual or EMPTY, **(norm or NO_NORM).values)
+        kernel, shared = self._kernels["sum"], 2 * shape.hidden
+        self._gpu.launch(kernel, (rows, 1, 1), _THREADS, what, shared_bytes=shared, overlap=True)
 
     def _multiply(
         self,

@@ -32,10 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows ``first`` to ``stop`` - 1 of each slot, of which row r chooses for position ``length`` + ``offset`` + r.
-
-    Without masks.
-    """
+    """Rows ``first`` to ``stop`` - 1 of each slot, without masks; row r is for position ``length`` + ``offset`` + r."""
 
     length: DevicePointer  # int32, of slot 0; CONTROL_BYTES further on that of slot 1
     offset: int

@@ -171,19 +171,9 @@ class WalkBuffers:
     @classmethod
     def take(cls, memory: Allocator, shape: WalkShape, slots: int = 1) -> WalkBuffers:
         """Take all from ``memory``."""
-        found = 0 if shape.whole else shape.rows * shape.top
-        sizes = (
-            found * shape.slices,
-            shape.rows,
-            found,
-            found,
-            SPLITS * shape.rows * shape.outputs,
-            SPLITS * shape.rows,
-            2 * shape.rank,
-            shape.rank,
-            shape.rows * shape.top,
-            shape.rows,
-        )
+        rows, found = shape.rows, 0 if shape.whole else shape.rows * shape.top
+        sums = SPLITS * rows * shape.outputs, SPLITS * rows
+        sizes = (found * shape.slices, rows, found, found, *sums, 2 * shape.rank, shape.rank, rows * shape.top, rows)
         return cls(*(memory.take("walk", 4 * slots * max(size, 1)) for size in sizes))
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.kernels.experts import ExpertKernels
 from edge_dflash.backends.cuda.kernels.tower import check_tower, most_patches
-from edge_dflash.backends.cuda.loading import Common, DeviceLayout
+from edge_dflash.backends.cuda.loading import Common, DeviceLayout, Launches
 from edge_dflash.backends.cuda.memory import Allocator, DevicePointer, Placement, aligned
 from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, mixes
 from edge_dflash.backends.cuda.passes import PassBase
@@ -22,19 +21,9 @@ from edge_dflash.backends.cuda.schedule import place
 from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.cuda.steps import PassStep
 from edge_dflash.backends.cuda.support import check_native
+from edge_dflash.backends.cuda.tensorrt import units
 from edge_dflash.backends.cuda.tensorrt.flavours import TENSORRT, TENSORRT_RTX, Flavour, load, version
 from edge_dflash.backends.cuda.tensorrt.runtime import Engines, Enqueue
-from edge_dflash.backends.cuda.tensorrt.units import (
-    CHOICES,
-    LOGITS,
-    TOWER,
-    PairUnits,
-    RunEngine,
-    engine_file,
-    engine_units,
-    pair_units,
-    tower_unit,
-)
 from edge_dflash.backends.cuda.tower import PATCHES, PURPOSE, Tower, TowerLayout, TowerSchedule
 from edge_dflash.backends.cuda.weights import BundleWeights, NativeWeights
 from edge_dflash.board.archs import find_arch
@@ -48,7 +37,7 @@ from edge_dflash.weights.formats import WeightFormat, read_as
 WORD = 16  # rows of logits lie behind each other without gaps, and start on so many
 
 
-def layout_of(programs: PairPrograms, precision: Precision, sizes: Sizes, pair: PairUnits) -> DeviceLayout:
+def layout_of(programs: PairPrograms, precision: Precision, sizes: Sizes, pair: units.PairUnits) -> DeviceLayout:
     """What will be on the device. Every tensor has room for the rows of its pass or the head's, whichever is more.
 
     Raises BackendError for other arithmetic than that of engines.
@@ -70,17 +59,17 @@ class EnginePass(PassBase):
         super().__init__(common, name, mixtures)
         self.runs: dict[PassStep, Enqueue] = {}
         for step in self.schedule.steps:
-            if isinstance(step, RunEngine):
+            if isinstance(step, units.RunEngine):
                 where = {name: self._where(tensor).address for name, tensor in (*step.inputs, *step.outputs)}
                 self.runs[step] = engines.context(step.key, step.profile, step.rows, where)
         for enqueue in self.runs.values():
             enqueue()
 
     def _where(self, tensor: str) -> DevicePointer:
-        if tensor == CHOICES:
+        if tensor == units.CHOICES:
             return self.choices
         root, _ = self.schedule.place(tensor)
-        logits = root == self.schedule.program.outputs[LOGITS]
+        logits = root == self.schedule.program.outputs[units.LOGITS]
         return self.common.buffers.logits.pointer if logits else self._matrix(tensor).pointer
 
     def _dense(self, step: PassStep, logits: bool) -> None:
@@ -88,27 +77,22 @@ class EnginePass(PassBase):
         self.runs[step]()
 
 
-class EngineOps:
-    """:class:`~edge_dflash.backends.cuda.loading.DenseExecutor` of engines in files, by path in the bundle.
+class EngineOps(Launches):
+    """Engines in files, by path in the bundle. ``weights`` and ``cubin``: of the experts, which are our kernels'."""
 
-    ``weights`` and ``cubin``: of the experts, which are the native kernels'.
-    """
+    most_rows = 0  # engines are built for the rows of one slot
 
     def __init__(
         self, flavour: Flavour, files: Mapping[str, Path], weights: NativeWeights, cubin: Callable[[str], bytes]
     ) -> None:
-        self._flavour, self._files, self._weights, self._cubin = flavour, files, weights, cubin
+        super().__init__(weights, cubin)
+        self._flavour, self._files = flavour, files
         self._engines: Engines | None = None
-
-    @property
-    def most_rows(self) -> int:
-        """Engines are built for the rows of one slot."""
-        return 0
 
     def lay_out(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> DeviceLayout:
         """Steps and places of all passes, checked. Raises BackendError."""
         rows = sizes.rows, sizes.prefill_rows, sizes.of_pass("propose")
-        pair = pair_units(programs, self._weights.formats, *rows)
+        pair = units.pair_units(programs, self._weights.formats, *rows)
         self._units = dict(pair.units)
         self._check_files()
         self._mixes, self._most_rows = mixes(pair.schedules.values()), max(rows)
@@ -116,12 +100,12 @@ class EngineOps:
 
     def lay_out_tower(self, spec: VisionSpec, program: Program, most_tokens: int) -> TowerLayout:
         """Patches and rows. Raises BackendError without the tower's engine."""
-        self._units[TOWER] = tower_unit(spec, program)
+        self._units[units.TOWER] = units.tower_unit(spec, program)
         self._check_files()
         return EngineTowerLayout.of(spec, program, most_tokens)
 
     def _check_files(self) -> None:
-        if missing := sorted(engine_units(self._units).keys() - self._files.keys()):
+        if missing := sorted(units.engine_units(self._units).keys() - self._files.keys()):
             raise BackendError(f"{missing[0]} is missing; build the bundle again")
 
     def open(self, gpu: Gpu, layout: DeviceLayout) -> int:
@@ -137,26 +121,22 @@ class EngineOps:
     def count(self, memory: Allocator) -> None:
         """Count engines and experts."""
         self._count_files(memory)
-        if self._mixes:
-            count_mixtures(memory, self._mixes, self._most_rows)
+        count_mixtures(memory, self._mixes, self._most_rows)
 
     def _count_files(self, memory: Allocator) -> None:
         """An engine's weights on the device are about its file."""
         for name, path in self._files.items():
             purpose = "drafter weights" if "/drafter-" in name else "target weights"
-            memory.count(PURPOSE if name == engine_file(TOWER) else purpose, path.stat().st_size)
+            memory.count(PURPOSE if name == units.engine_file(units.TOWER) else purpose, path.stat().st_size)
 
     def load(self, memory: Allocator, common: Common) -> dict[str, PassBase]:
         """Read all engines, and bind a context for each use of one."""
         engines = self._engines
         assert engines is not None
-        engines.load(self._units, {key: self._files[engine_file(key)] for key in self._units})
+        engines.load(self._units, {key: self._files[units.engine_file(key)] for key in self._units})
         self._count_files(memory)
         engines.share_scratch(memory)
-        mixtures = None
-        if self._mixes:
-            kernels = ExpertKernels(self._gpu, self._cubin)
-            mixtures = Mixtures(self._gpu, kernels, self._weights, memory, self._mixes, self._most_rows)
+        mixtures = self._mixtures(memory)
         return {name: EnginePass(common, name, mixtures, engines) for name in common.layout.schedules}
 
     def load_tower(self, memory: Allocator, layout: TowerLayout) -> Tower:
@@ -205,7 +185,7 @@ class EngineTower(Tower):
     def _load(self, weights: NativeWeights, cubin: Callable[[str], bytes], memory: Allocator) -> None:
         places = {name: self._matrix(name).pointer for name in self._layout.places} | dict(self._tables)
         where = {name: pointer.address for name, pointer in places.items()}
-        self._enqueue = self._engines.context(TOWER, 0, self._layout.most, where)
+        self._enqueue = self._engines.context(units.TOWER, 0, self._layout.most, where)
 
     def _compute(self, patches: int) -> None:
         self._enqueue(patches)

@@ -32,12 +32,7 @@ TENSORRT = Flavour(
     "on a Jetson make the virtual environment with --system-site-packages (JetPack ships it), "
     "elsewhere pip install tensorrt-cu13",
 )
-TENSORRT_RTX = Flavour(
-    "tensorrt_rtx",
-    "TensorRT for RTX",
-    "1.3",
-    "pip install 'edge-dflash[tensorrt]'",
-)
+TENSORRT_RTX = Flavour("tensorrt_rtx", "TensorRT for RTX", "1.3", "pip install 'edge-dflash[tensorrt]'")
 FLAVOURS = (TENSORRT, TENSORRT_RTX)
 
 

@@ -26,21 +26,7 @@ import numpy as np
 from edge_dflash.backends.cuda.tensorrt.net import DType, Net
 from edge_dflash.backends.cuda.tensorrt.units import CHOICES, LOGITS, Binding, Unit
 from edge_dflash.errors import BackendError
-from edge_dflash.model.ops import (
-    Add,
-    Bias,
-    Concat,
-    DenseOp,
-    Fold,
-    FrameAttend,
-    GeluErf,
-    GeluTanh,
-    LayerNorm,
-    Linear,
-    PositionRows,
-    RmsNorm,
-    SwiGlu,
-)
+from edge_dflash.model import ops
 from edge_dflash.weights.formats import (
     BLOCK,
     Array,
@@ -68,11 +54,6 @@ class Lowered:
         """The network definition."""
         return self.net.network
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all constants."""
-        return sum(array.nbytes for array in self.net.held)
-
 
 def lower(unit: Unit, store: WeightStore, trt: Any, builder: Any) -> Lowered:
     """Write a unit as a network of ``builder``. Inputs, outputs and every op's result carry their tensors' names.
@@ -87,7 +68,7 @@ def lower(unit: Unit, store: WeightStore, trt: Any, builder: Any) -> Lowered:
             continue
         net.scope = op.output
         inputs = [tensors[name] for name in op.inputs]
-        if isinstance(op, Linear):
+        if isinstance(op, ops.Linear):
             made = _linears(net, op, unit, inputs[0], store)
         else:
             made = {op.output: _op(net, op, inputs, store)}
@@ -102,14 +83,14 @@ def lower(unit: Unit, store: WeightStore, trt: Any, builder: Any) -> Lowered:
     return Lowered(unit, net)
 
 
-def _linears(net: Net, op: Linear, unit: Unit, x: Any, store: WeightStore) -> dict[str, Any]:
+def _linears(net: Net, op: ops.Linear, unit: Unit, x: Any, store: WeightStore) -> dict[str, Any]:
     """A linear, and with it those behind it that multiply the same 4-bit activations; results by tensor."""
     weight = store.get(op.weight)
     if not isinstance(weight, Nvfp4Weight) or weight.input_scale is None:
         return {op.output: linear(net, x, weight)}
     weights = {op.output: weight}
     for other in unit.ops[unit.ops.index(op) + 1 :]:
-        if isinstance(other, Linear) and other.inputs == op.inputs:
+        if isinstance(other, ops.Linear) and other.inputs == op.inputs:
             found = store.get(other.weight)
             if isinstance(found, Nvfp4Weight) and found.input_scale == weight.input_scale:
                 weights[other.output] = found
@@ -117,32 +98,32 @@ def _linears(net: Net, op: Linear, unit: Unit, x: Any, store: WeightStore) -> di
     return dict(zip(weights, nvfp4(net, x, list(weights.values())), strict=True))
 
 
-def _op(net: Net, op: DenseOp, inputs: list[Any], store: WeightStore) -> Any:
+def _op(net: Net, op: ops.DenseOp, inputs: list[Any], store: WeightStore) -> Any:
     def vector(name: str) -> Any:
         return net.constant(_values(_wide(store, name)).reshape(1, -1), "FLOAT")
 
     x = inputs[0]
     match op:
-        case RmsNorm():
+        case ops.RmsNorm():
             return rms_norm(net, x, _wide(store, op.weight), op.eps, plus_one=op.plus_one)
-        case Add():
+        case ops.Add():
             return add(net, *inputs)
-        case SwiGlu():
+        case ops.SwiGlu():
             return swiglu(net, *inputs)
-        case Concat():
+        case ops.Concat():
             return net.concat(inputs)
-        case PositionRows():
+        case ops.PositionRows():
             return position_rows(net, x, inputs[1], net.constant(bf16_bits(_wide(store, op.weight).data), "BF16"))
-        case Bias():
+        case ops.Bias():
             return net.cast(net.elementwise(net.cast(x, "FLOAT"), vector(op.weight), "SUM"), "BF16")
-        case LayerNorm():
+        case ops.LayerNorm():
             return layer_norm(net, x, vector(op.weight), vector(op.bias), op.eps)
-        case GeluTanh() | GeluErf():
-            form: Literal["GELU_TANH", "GELU_ERF"] = "GELU_TANH" if isinstance(op, GeluTanh) else "GELU_ERF"
+        case ops.GeluTanh() | ops.GeluErf():
+            form: Literal["GELU_TANH", "GELU_ERF"] = "GELU_TANH" if isinstance(op, ops.GeluTanh) else "GELU_ERF"
             return net.cast(net.activation(net.cast(x, "FLOAT"), form), "BF16")
-        case Fold():
+        case ops.Fold():
             return net.shaped(x, (-1, op.count * net.columns(x)))
-        case FrameAttend():
+        case ops.FrameAttend():
             return frame_attend(net, op, x, inputs[1], inputs[2])
         case _:
             raise BackendError(f"{op.output}: {type(op).__name__} has no TensorRT lowering; run it beside the plans")
@@ -201,7 +182,7 @@ def position_rows(net: Net, corners: Any, shares: Any, table: Any) -> Any:
     return net.cast(net.reduce(weighted, "SUM", keep=False), "BF16")
 
 
-def frame_attend(net: Net, op: FrameAttend, qkv: Any, cosine: Any, sine: Any) -> Any:
+def frame_attend(net: Net, op: ops.FrameAttend, qkv: Any, cosine: Any, sine: Any) -> Any:
     """Every row attends to all rows of the pass."""
     heads, dim = op.heads, op.head_dim
     parts = net.shaped(qkv, (-1, 3 * heads, dim), (1, 0, 2))  # [3 heads, rows, D]

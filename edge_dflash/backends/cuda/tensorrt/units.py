@@ -107,10 +107,7 @@ def pair_units(
     prefill_chunk: int,
     draft_rows: int | None = None,
 ) -> PairUnits:
-    """Cut a pair into engines. ``block_rows``: of a verify pass; ``draft_rows``: of a propose pass, if others.
-
-    Raises BackendError.
-    """
+    """Cut a pair into engines; ``block_rows`` of a verify, ``draft_rows`` of a propose pass. Raises BackendError."""
     draft_rows = draft_rows or block_rows
     block, chunk = RowRange(block_rows, block_rows, block_rows), RowRange(1, prefill_chunk, prefill_chunk)
     drafts = RowRange(draft_rows, draft_rows, draft_rows)
