@@ -569,7 +569,7 @@ def test_the_budget_counts_every_lane(monkeypatch, lanes):
 
 def test_more_rows_than_a_pass_takes_go_through_several(monkeypatch):
     gpu = ControlGpu()
-    monkeypatch.setattr(loading, "MOST_ROWS", 2 * BLOCK)
+    monkeypatch.setattr(loading.Launches, "most_rows", 2 * BLOCK)
     backend = load(monkeypatch, gpu, 8)
     assert sorted(backend.graphs) == [1, 2]
     gpu.accept = dict(enumerate([0, 1, 2, 3, 0, 1, 2, 3]))

@@ -68,9 +68,8 @@ class Mixtures:
         """Bring the weights to the device; ``rows``: most rows of a pass."""
         self._gpu, self._kernels, self._steps = gpu, kernels, steps
         self._buffers = take_buffers(memory, steps, rows)
-        self._unread = replace(
-            self._buffers, distinct=memory.take("experts", experts.COUNTER_BYTES)
-        )  # of uncounted passes
+        uncounted = memory.take("experts", experts.COUNTER_BYTES)
+        self._unread = replace(self._buffers, distinct=uncounted)  # of passes that are not counted
         for counter in (self._buffers.distinct, self._unread.distinct):
             gpu.fill(counter)
         self._shapes = {name: shape_of(step) for name, step in steps.items()}
