@@ -2,7 +2,7 @@
 
 A bundle carries ``selftest.json``: a prompt, the target's plain greedy tokens, and for each cycle what the pair's own
 drafter proposed. Opening a bundle replays these passes along the *recorded* tokens, so that one differing choice does
-not carry all later ones away, and compares three things:
+not carry all later ones away, and compares these things:
 
 - tokens: the target's choices. They must be equal where the recording's arithmetic promises the same bits. Elsewhere
   rounding may change a choice: it did if the best logits of the median row moved at most ``ROUNDING`` times as far as
@@ -11,6 +11,8 @@ not carry all later ones away, and compares three things:
   shows (taps off by one): the demo pair keeps 93 % of its drafts when activations and KV are rounded in another way,
   and at most 67 % with taps, theta or weights that are wrong.
 - accept length: at least 70 % of the one seen at build, and never less than 1.
+- log-probabilities of two lines: they move at most 3 times as far as rounding moved them at build. This sees
+  faults that change no choice.
 - rows of one picture, where the target has a vision tower: see :mod:`edge_dflash.bundle.selftest`.
 
 :func:`check_acceptance` runs the loop's own cycles on the same prompt instead, and judges what comes of the drafts, in
@@ -31,13 +33,23 @@ from operator import eq
 from typing import Any, Literal
 
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.bundle.selftest import FLOOR_SHARE, SELFTEST, SelfTest, TowerResult, bf16_step, chart, load_selftest
+from edge_dflash.bundle.selftest import (
+    FLOOR_SHARE,
+    SELFTEST,
+    LineResult,
+    SelfTest,
+    TowerResult,
+    bf16_step,
+    chart,
+    load_selftest,
+)
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.drafts import Drafting
 from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.replay import replay as replayed
+from edge_dflash.decode.replay import scored
 from edge_dflash.errors import BackendError, VerificationError
 from edge_dflash.model.specs import VisionSpec
 
@@ -74,6 +86,7 @@ class SelfTestResult:
     moved: float  # how far the best logits moved against each other: the median row's share of its spread
     moved_most: float  # and that of the row where they moved most; NaN when a logit is not a number
     tower: TowerResult | None = None  # of a pair with a vision tower
+    lines_moved: tuple[float, ...] = ()  # of the scored lines, see ScoredLine.moved
 
     @property
     def tokens(self) -> int:
@@ -99,7 +112,12 @@ class SelfTestResult:
     def identical(self) -> bool:
         """Whether nothing at all differs."""
         tower = self.tower is None or self.tower.identical
-        return tower and not self.differences and self.drafts_equal == self.drafts
+        return (
+            tower
+            and all(one.identical for one in self.lines)
+            and not self.differences
+            and self.drafts_equal == self.drafts
+        )
 
     @property
     def target_ok(self) -> bool:
@@ -138,7 +156,18 @@ class SelfTestResult:
     @property
     def ok(self) -> bool:
         """Whether the pair passes."""
-        return self.target_ok and self.drafter_ok and self.tower_ok
+        return self.target_ok and self.drafter_ok and self.tower_ok and self.lines_ok
+
+    @property
+    def lines(self) -> tuple[LineResult, ...]:
+        """The scored lines."""
+        both = zip(self.recorded.lines, self.lines_moved, strict=True)
+        return tuple(line.judge(moved, exact=self.exact) for line, moved in both)
+
+    @property
+    def lines_ok(self) -> bool:
+        """Whether the log-probabilities of the lines pass."""
+        return all(one.ok for one in self.lines)
 
     @property
     def tower_ok(self) -> bool:
@@ -173,6 +202,9 @@ class SelfTestResult:
                 f"the vision tower is not the one that was built: {self.tower.summary}; usual causes: damaged weights, "
                 "wrong positions or rotary angles, a faulty kernel"
             )
+        if self.target_ok and not self.lines_ok:
+            wrong = "; ".join(f"line {at}: {one.summary}" for at, one in enumerate(self.lines, 1) if not one.ok)
+            return f"the target scores text otherwise than at build ({wrong}); usual causes: damaged weights or scales"
         if not self.target_ok:
             return f"{self._target_fault}; usual causes: damaged weights, wrong KV scales or RoPE, a faulty kernel"
         if self.drafter_ok:
@@ -215,6 +247,7 @@ class SelfTestResult:
             "bound": self.bound,
             "bound_most": self.bound_most,
             "tower": None if self.tower is None else self.tower.to_json(),
+            "lines": [one.to_json() for one in self.lines],
             "diagnosis": self.diagnosis,
             "seconds": self.seconds,
         }
@@ -250,6 +283,7 @@ def run_selftest(
                     best_here, recorded = float(row[found]), float(row[token])
                     regret, step = best_here - recorded, bf16_step(best_here)
                     differences.append(TokenDifference(position, found, token, regret, regret / step))
+        lines_moved = tuple(one.moved(scored(backend, one.tokens)) for one in selftest.lines)
     finally:
         backend.reset()
     tower = None
@@ -265,6 +299,7 @@ def run_selftest(
         moved=statistics.median(moved),
         moved_most=max(moved, key=lambda one: math.inf if math.isnan(one) else one),
         tower=tower,
+        lines_moved=lines_moved,
     )
 
 

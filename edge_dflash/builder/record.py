@@ -24,12 +24,12 @@ from edge_dflash.backends.reference.dense import arithmetic
 from edge_dflash.builder.convert import one_thread
 from edge_dflash.builder.scales import read_prompts
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.bundle.selftest import SCHEMA, BestLogits, SelfTest, TowerTest, accept_floor, chart
+from edge_dflash.bundle.selftest import PASSES, SCHEMA, BestLogits, ScoredLine, SelfTest, TowerTest, accept_floor, chart
 from edge_dflash.common.files import directory
 from edge_dflash.decode.backend import Backend, Precision
 from edge_dflash.decode.generation import generate
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.replay import Recorded, replay
+from edge_dflash.decode.replay import Recorded, replay, scored
 from edge_dflash.errors import BuildError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
@@ -95,10 +95,14 @@ def record_selftest(bundle: Bundle, progress: Progress = lambda done, total: Non
                 f"the reference backend's speculative and plain tokens differ on {source}: this is a defect of "
                 "edge-dflash or of its PyTorch, please report it with the output of edge-dflash verify"
             )
+        size = 2 + PASSES * backend.shape.verify_rows
+        lines = [line for line in (prompt[-size:], plain[:size]) if len(line) > 1]
+        values = [scored(backend, line) for line in lines]
         seen = _rows(backend, bundle.pair)
         del backend  # its float32 weights
         wide = load(replace(manifest.precision, activations="float32"))
         moved, unrounded = _moved(wide, prompt, plain, lengths, best), _rows(wide, bundle.pair)
+        kept = (ScoredLine(line, tuple(found), 0.0) for line, found in zip(lines, values, strict=True))
         mean = sum(lengths) / len(lengths)
         return SelfTest(
             schema=SCHEMA,
@@ -114,6 +118,7 @@ def record_selftest(bundle: Bundle, progress: Progress = lambda done, total: Non
             rounding=statistics.median(moved),
             rounding_most=max(moved),
             tower=None if seen is None or unrounded is None else TowerTest.of(seen, unrounded),
+            lines=tuple(replace(one, rounding=one.moved(scored(wide, one.tokens))) for one in kept),
         )
 
 

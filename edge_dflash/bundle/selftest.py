@@ -1,4 +1,4 @@
-"""selftest.json: a prompt, the target's plain tokens and the drafter's drafts, and a picture's rows, as at build.
+"""selftest.json: a prompt, its plain tokens and drafts, two lines' log-probabilities, a picture's rows, as at build.
 
 The picture is made by arithmetic and has no file. A row is kept as sums over all of its columns with pseudo-random
 signs, so that every weight of the tower takes part and a test of a tower with thousands of columns stays small.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +37,8 @@ BEST = 8  # logits that are recorded of each row
 SUMS = 24  # of each row
 ROUNDING = 3.0  # times the rounding seen at build: the most that the rows of another arithmetic may move
 EQUAL = 1e-9  # of the spread: sums of equal rows
+LINES, PASSES = 2, 2  # that are scored, and verifies of one
+SAME_NATS, LEAST_NATS = 1e-6, 0.02  # that equal values may move, and those that rounding hardly moves
 BLOCKS = (2, 10)  # rows of the language model of the picture, height by width
 
 
@@ -135,6 +138,33 @@ class TowerResult:
         return {"ok": self.ok, "moved": self.moved if math.isfinite(self.moved) else None, "bound": self.bound}
 
 
+@dataclass(frozen=True)
+class ScoredLine:
+    """A line, and the log-probability of each of its tokens but the first, at build."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rounding: float  # nats by which they move when activations are not rounded to BF16: root mean square
+
+    def moved(self, found: Sequence[float]) -> float:
+        """Nats by which other values stand off, root mean square; NaN where one is not a number."""
+        return float(_rms(np.subtract(found, self.logprobs)))
+
+    def judge(self, moved: float, *, exact: bool) -> LineResult:
+        """Whether values may move so far; ``exact``: they must be the same."""
+        return LineResult(moved, SAME_NATS if exact else ROUNDING * self.rounding + LEAST_NATS)
+
+
+@dataclass(frozen=True)
+class LineResult(TowerResult):
+    """Log-probabilities of a line here against those at build, in nats."""
+
+    @property
+    def summary(self) -> str:
+        """The number in a few words."""
+        return f"log-probabilities moved by {self.moved:.2g} nats (at most {self.bound:.2g})"
+
+
 def _sums(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     """Sums [rows, SUMS] of each row's columns with signs, in float64."""
     columns = np.arange(rows.shape[1], dtype=np.uint32)
@@ -163,6 +193,7 @@ class SelfTest:
     rounding: float  # how far the best logits move when activations are not rounded to BF16: of the median row
     rounding_most: float  # and of the row where they move most; shares of the spread
     tower: TowerTest | None = field(default=None, metadata=UNWRITTEN)  # of a target with a vision tower
+    lines: tuple[ScoredLine, ...] = field(default=(), metadata=UNWRITTEN)  # scored; none in older files
 
     @property
     def resolution(self) -> float:
@@ -269,5 +300,12 @@ def _check(test: SelfTest, shape: PairShape, where: str) -> None:
         known = len(best.ids) == len(best.logits) and all(0 <= one < shape.vocab_size for one in best.ids)
         if not known or best.ids[:1] != (token,) or best.spread < 0:
             raise refuse(f"best[{at}]", best.ids, f"ids of the vocabulary and their logits, token {token} first")
+    for at, line in enumerate(test.lines):
+        if at >= LINES or not 2 <= len(line.tokens) == len(line.logprobs) + 1 <= shape.usable_context:
+            raise refuse(f"lines[{at}]", f"{len(line.tokens)} ids", f"one of {LINES}, of at least 2, and a value less")
+        if odd := [token for token in line.tokens if not 0 <= token < shape.vocab_size]:
+            raise refuse(f"lines[{at}]", f"token id {odd[0]}", f"ids of the vocabulary of {shape.vocab_size}")
+        if line.rounding < 0:
+            raise refuse(f"lines[{at}].rounding", line.rounding, "0 or more")
     if not 0 <= test.rounding <= test.rounding_most:
         raise refuse("rounding", test.rounding, f"0 to {test.rounding_most} (rounding_most)")

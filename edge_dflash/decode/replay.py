@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Asked, Backend, Rows
 from edge_dflash.decode.cycle import drafted
+from edge_dflash.decode.logprobs import token_logprobs
 from edge_dflash.pictures.pictured import Sight
 
 T = TypeVar("T")
@@ -25,6 +26,15 @@ class Recorded:
     tokens: Sequence[int]  # behind the prompt; the first is the prefill's
     drafts: Sequence[Sequence[int]]  # that each cycle verifies
     accept_lengths: Sequence[int]  # tokens that each cycle commits
+
+
+def scored(backend: Backend, line: Sequence[int]) -> list[float]:
+    """Log-probability of each token of a line (two at least) after those before it, in verifies of all their rows."""
+    tokens, rows = line[1:], backend.shape.verify_rows
+    ahead = [tokens[at : at + rows] for at in range(1, len(tokens), rows)]
+    known = Recorded(tokens, [one[:-1] for one in ahead], [len(one) for one in ahead])
+    passes = replay(backend, line[:1], known, see=len, propose=False)
+    return [one.logprob for each in passes for one in token_logprobs(each.rows.logits, each.tokens, 0)]
 
 
 @dataclass(frozen=True)
