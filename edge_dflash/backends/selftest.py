@@ -204,7 +204,7 @@ class SelfTestResult:
             )
         if self.target_ok and not self.lines_ok:
             wrong = "; ".join(f"line {at}: {one.summary}" for at, one in enumerate(self.lines, 1) if not one.ok)
-            return f"the target scores text otherwise than at build ({wrong}); usual causes: damaged weights or scales"
+            return f"the target is not the one that was built: {wrong}; usual causes: damaged weights, wrong KV scales"
         if not self.target_ok:
             return f"{self._target_fault}; usual causes: damaged weights, wrong KV scales or RoPE, a faulty kernel"
         if self.drafter_ok:

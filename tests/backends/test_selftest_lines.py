@@ -92,10 +92,10 @@ def test_a_fault_that_changes_no_choice_is_named(bundle, test, monkeypatch):
     assert not result.differences
     assert result.drafter_ok
     assert result.verdict == "fault"
-    assert "the target scores text otherwise than at build (line 1: log-probabilities moved by " in result.diagnosis
+    assert "the target is not the one that was built: line 1: log-probabilities moved by " in result.diagnosis
     assert not replace(result, exact=True).lines_ok
     monkeypatch.setattr("edge_dflash.backends.selftest.replay", lambda bundle, backend: result)
-    with pytest.raises(VerificationError, match="the target scores text otherwise"):
+    with pytest.raises(VerificationError, match="built: line 1: log-probabilities moved"):
         check(bundle, damaged)
 
 
