@@ -161,7 +161,7 @@ class SelfTestResult:
     @property
     def lines(self) -> tuple[LineResult, ...]:
         """The scored lines."""
-        both = zip(self.recorded.lines, self.lines_moved, strict=True)
+        both = zip(self.recorded.lines, self.lines_moved, strict=False)
         return tuple(line.judge(moved, exact=self.exact) for line, moved in both)
 
     @property
