@@ -1,10 +1,10 @@
 """lm-eval against the service: ``local-completions`` on tasks of this file's own, next to transformers.
 
 ``python tests/scripts/lm_eval_scores.py --lm-eval PYTHON`` serves the demo pair on a port of this machine, once in
-float32, once as a bundle of BF16 weights and KV cache. PYTHON (of an environment with ``lm_eval[api]``, transformers and
-accelerate) runs a multiple choice, a likelihood and a generation task over lines of JSON against it, and by transformers
-in float32. The last line of the output is a JSON object: of each the largest difference of a log-likelihood, how often
-the greedy flag and the generated text are equal, and scored requests a second.
+float32, once as a bundle of BF16 weights and KV cache. PYTHON (of an environment with ``lm_eval[api]``,
+transformers and accelerate) runs a multiple choice, a likelihood and a generation task over lines of JSON against
+it, and by transformers in float32. The last line of the output is a JSON object: of each the largest difference of
+a log-likelihood, how often the greedy flag and the generated text are equal, and scored requests a second.
 """
 
 from __future__ import annotations
