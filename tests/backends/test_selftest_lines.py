@@ -33,10 +33,8 @@ def test(bundle):
 
 
 def wider(name, weight):
-    """A fault that changes no token: one layer's global scale is 1.05 of what it was."""
-    return (
-        replace(weight, global_scale=weight.global_scale * 1.05) if name.endswith("layers.0.mlp.down_proj") else weight
-    )
+    """A fault that changes no token: all logits are 1.05 of what they were."""
+    return replace(weight, global_scale=weight.global_scale * 1.05) if name.endswith("lm_head") else weight
 
 
 def test_two_lines_are_recorded_of_prompt_and_answer(bundle, test):
