@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import shlex
@@ -247,7 +248,9 @@ class BuildConfig:
     force: bool = False  # replace a bundle that is already at ``output``
     rounding: Rounding | None = None  # how NVFP4 block scales are chosen; None: as the recipe says
     quality: bool = False  # measure the bundle against the target's checkpoint
-    prompts: Path | None = None  # for that; None: calibration prompts that were left over
+    quality_target: float | None = None  # KLD of the weights, at most: parts of the target get wider formats
+    bytes_budget: int | None = None  # of a cycle, at most: the same
+    prompts: Path | None = None  # to measure on; None: calibration prompts that were left over
     resume: str | None = None  # what is to be done again after an interrupt; None: :attr:`command`
 
     @property
@@ -262,6 +265,8 @@ class BuildConfig:
             ("--max-context", self.max_context),
             ("--prefill-chunk", self.prefill_chunk),
             ("--lanes", self.lanes),
+            ("--quality-target", self.quality_target),
+            ("--bytes-budget", self.bytes_budget),
             ("--prompts", self.prompts),
         ):
             words += [flag, str(value)] if value is not None else []
@@ -314,6 +319,7 @@ def decide(config: BuildConfig) -> Decisions:
 
     Raises CheckpointError, RecipeError, BackendError or BuildError, naming what was found and what is wanted.
     """
+    _check_budget(config)
     recipe = chosen_recipe(config)
     choice = choose(config.arch, config.backend, recipe)
     check_output(config)
@@ -446,6 +452,18 @@ def check_output(config: BuildConfig) -> None:
         check_place(output, "--output")
     except RequestError as error:
         raise BuildError(str(error)) from None
+
+
+def _check_budget(config: BuildConfig) -> None:
+    target, most = config.quality_target, config.bytes_budget
+    if target is not None and most is not None:
+        raise RequestError("--quality-target and --bytes-budget are two ways to choose one mix; give one of them")
+    if target is not None and not 0 < target < math.inf:
+        raise RequestError(f"--quality-target is {target}; give a KLD above 0, such as 0.01 (near lossless)")
+    if most is not None and most < 1:
+        raise RequestError(f"--bytes-budget is {most}; give bytes of a cycle, as inspect prints them")
+    if config.prompts is not None and target is None and most is None:
+        raise RequestError("--prompts are what KLD is measured on; give --quality-target or --bytes-budget with them")
 
 
 def _sizes(config: BuildConfig, recipe: Recipe, pair: PairSpec, chunk: int) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from edge_dflash.backends import load, selftest
 from edge_dflash.backends.cuda.compile import kernels_digest
 from edge_dflash.backends.cuda.support import device_facts
 from edge_dflash.backends.cuda.tensorrt.flavours import TENSORRT, TENSORRT_RTX
+from edge_dflash.builder.budget import Mix
 from edge_dflash.builder.engines import build_engines, bundle_engines, check_device, checked_version
 from edge_dflash.builder.journal import WorkDir, check_space, recover, sync_path
 from edge_dflash.bundle.manifest import MANIFEST, EngineFiles, Manifest, Trial, dump_manifest
@@ -124,7 +125,13 @@ class BuildResult:
     """A finished build: its bundle, and what the manifest says of it."""
 
     def __init__(
-        self, bundle: Path, manifest: Manifest, began: float, warnings: tuple[str, ...] = (), nothing: str = ""
+        self,
+        bundle: Path,
+        manifest: Manifest,
+        began: float,
+        warnings: tuple[str, ...] = (),
+        nothing: str = "",
+        mix: Mix | None = None,
     ) -> None:
         """``began``: by the monotonic clock; ``nothing``: why there was nothing to do."""
         self.bundle = bundle
@@ -140,6 +147,7 @@ class BuildResult:
         self.trial = manifest.trial  # of two backends, by build --finish
         self.quality = read_quality(bundle, manifest)
         self.nothing = nothing
+        self.mix = mix  # of formats, by a budget
 
 
 def finish_command(path: Path) -> str:

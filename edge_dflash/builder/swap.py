@@ -136,6 +136,9 @@ def refuse(config: BuildConfig, manifest: Manifest) -> None:
         "--max-context": (config.max_context, (None, manifest.max_context)),
         "--prefill-chunk": (config.prefill_chunk, (None, manifest.prefill_chunk)),
         "--text-only": (config.text_only, (False,)),
+        "--quality-target": (config.quality_target, (None,)),
+        "--bytes-budget": (config.bytes_budget, (None,)),
+        "--prompts": (config.prompts, (None,)),
     }
     for option, (value, accepted) in given.items():
         if value not in accepted:

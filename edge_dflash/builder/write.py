@@ -29,6 +29,7 @@ from edge_dflash.builder.engines import build_engines
 from edge_dflash.builder.finish import BuildResult
 from edge_dflash.builder.importance import FILE, dump_importance, input_of, load_importance
 from edge_dflash.builder.journal import WorkDir
+from edge_dflash.builder.mixed import mixed
 from edge_dflash.builder.record import fit_warning, no_selftest, record_selftest
 from edge_dflash.builder.scales import CALIBRATION, Scales, dump_scales, load_scales, measure_scales
 from edge_dflash.builder.swap import decide_swap, is_bundle
@@ -67,6 +68,10 @@ def build(
     try:
         with shown(progress) as report:
             decided = decide_swap(config) if is_bundle(config.target) else decide(config)
+            mix = None
+            if config.quality_target is not None or config.bytes_budget is not None:
+                by = cache(lambda: _chooser(decided, _measured(decided, report)[1]))
+                decided, mix = mixed(decided, by, report, say)
             for line in decided.lines:
                 say(line)
             with WorkDir(config.output, decided.fingerprint, config.command, force=config.force) as work:
@@ -75,7 +80,7 @@ def build(
                 if config.quality:
                     manifest = _with_quality(manifest, decided, work, report, say)
                 work.finish(dump_manifest(manifest), FILE)
-            return BuildResult(config.output, manifest, began, (*decided.warnings, *work.warnings))
+            return BuildResult(config.output, manifest, began, (*decided.warnings, *work.warnings), mix=mix)
     except KeyboardInterrupt:
         kept = "finished files are kept" if building_path(config.output).is_dir() else "nothing was made yet"
         raise BuildError(f"interrupted; {kept}, resume with: {config.resume or config.command}") from None

@@ -45,7 +45,13 @@ Lanes = Annotated[int | None, opt("N", "Sequences decoded at once; default: the 
 TextOnly = Annotated[bool, switch("--text-only", "Leave the target's vision tower out: smaller, and no images.")]
 Force = Annotated[bool, switch("--force", "Replace the bundle that is at --output.")]
 Quality = Annotated[bool, switch("--quality", "Measure what quantization costs, against the target's checkpoint.")]
-Prompts = Annotated[Path | None, opt("FILE", "JSONL of prompts for --quality; default: some of calib/.")]
+Prompts = Annotated[Path | None, opt("FILE", "JSONL of prompts to measure on; default: some of calib/.")]
+QualityTarget = Annotated[
+    float | None, opt("KLD", "Store parts of the target wider until the mean KLD of its weights is at most this.")
+]
+BytesBudget = Annotated[
+    str | None, opt("SIZE", "Store parts of the target wider while a cycle reads at most this: bytes, or 15.5GB.")
+]
 Finish = Annotated[Path | None, opt("BUNDLE", "Build the plans that this bundle lacks and time it, on its board.")]
 
 
@@ -65,6 +71,8 @@ def build(
     quality: Quality = False,
     prompts: Prompts = None,
     force: Force = False,
+    quality_target: QualityTarget = None,
+    bytes_budget: BytesBudget = None,
     finish: Finish = None,
     json: Json = False,
 ) -> None:
@@ -83,14 +91,20 @@ def build(
     A target with a vision tower is built with it; --text-only leaves it out. Without a drafter the bundle decodes
     plainly. --lanes is what the bundle opens with, where nothing else is said.
 
+    --quality-target 0.01 measures what each part of the target costs in its format (KL divergence of the next token's
+    distribution from the source's), stores those wider that save most a byte until the KLD is reached, and writes the
+    choice to OUTPUT.recipe.yaml, which later builds repeat with --recipe. --bytes-budget 15.5GB spends bytes of a cycle
+    in the same order. The target has to be wide: what it stores quantized stays.
+
     A build that was stopped resumes when the same command is given again; a half-made bundle is never at --output.
 
     JSON keys: bundle (path), bytes, seconds, backends (aboard), active (the one that runs it), recipe, plans (TensorRT
     plans inside), deferred (plans left to the board), trial (cycle_ms and prefill_ms of both backends, after --finish),
-    nothing_to_do (why --finish left it as it is), quality (docs/quality.md; null: not measured), warnings.
+    nothing_to_do (why --finish left it as it is), quality (docs/quality.md; null: not measured), mix (of a budget: recipe,
+    bytes of a cycle, kld, tokens, units with their formats, curve; null: there was none), warnings.
     """
     if finish is not None:
-        if target or drafter or output:
+        if target or drafter or output or quality_target or bytes_budget or prompts:
             raise RequestError("--finish BUNDLE goes alone: a bundle has its own models, recipe and sizes")
         with stages() as report:
             return _report(finish_bundle(finish, report), json)
@@ -101,9 +115,12 @@ def build(
     with stages():  # torch takes seconds to import
         from edge_dflash.builder import write
     found = find_recipe(recipe) if recipe is not None else None
-    if quality and prompts is None and target.resolve() == TARGET:
+    size = None if bytes_budget is None else read_size(bytes_budget)
+    measures = quality or quality_target is not None or size is not None
+    if measures and prompts is None and target.resolve() == TARGET:
         prompts = HELDOUT
-    more = (max_context, prefill_chunk, calibrate, lanes, text_only, force, rounding, quality, prompts)
+    more = (max_context, prefill_chunk, calibrate, lanes, text_only, force, rounding)
+    more = (*more, quality, quality_target, size, prompts)
     config = write.BuildConfig(target, given_drafter(drafter), output, arch, backend, found, *more)
     with stages() as report:
         result = write.build(config, report, say)
@@ -113,6 +130,14 @@ def build(
 def given_drafter(drafter: Path | None) -> Path | None:
     """The directory of ``--drafter``; None for none."""
     return None if drafter == Path(NO_DRAFTER) else drafter
+
+
+def read_size(text: str) -> int:
+    """Bytes of a text such as 15500000000 or 15.5GB. Raises RequestError."""
+    found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?) ?(|k|M|G)B?", text, re.ASCII)
+    if found is None:
+        raise RequestError(f"--bytes-budget is {text[:40]!r}; give bytes, or a number with kB, MB or GB such as 15.5GB")
+    return int(float(found[1]) * 1000 ** ("", "k", "M", "G").index(found[2]))
 
 
 def _report(result: BuildResult, json: bool) -> None:

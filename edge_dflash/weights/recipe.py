@@ -15,8 +15,8 @@ from typing import Literal, get_args
 
 from edge_dflash.common.files import directory, is_file
 from edge_dflash.common.nested import LINE, Items, Object, only
-from edge_dflash.common.rules import TEXT, either, number, one_of, whole
-from edge_dflash.common.tables import read_yaml
+from edge_dflash.common.rules import FLAG, TEXT, either, number, one_of, whole
+from edge_dflash.common.tables import encode, read_yaml
 from edge_dflash.errors import RecipeError
 from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.registry import DRAFTERS
@@ -259,6 +259,7 @@ _RECIPE = Object(
         ),
         "requantize": one_of("never", "fp8"),
         "rounding": one_of(*ROUNDINGS),
+        "keeps": FLAG,
         "activations": one_of("bf16", "nvfp4"),
         "kv": one_of("fp8", "bf16"),
         "calibration": Object(
@@ -293,3 +294,12 @@ def load_recipe(path: str | Path) -> Recipe:
     if is_file(near):
         recipe = replace(recipe, calibration=replace(recipe.calibration, file=str(near.resolve())))
     return recipe
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Text of a file that :func:`load_recipe` reads as this recipe."""
+    import yaml
+
+    body = {"schema": SCHEMA, **encode(recipe)}
+    body["context"] = {key: value for key, value in body["context"].items() if value is not None}
+    return str(yaml.safe_dump(body, sort_keys=False, width=120))

@@ -1,0 +1,273 @@
+"""Mixed precision by budget: units measured on weights that are converted on the way, the mix, and its recipe.
+
+Each unit is measured alone in the recipe's format and in FP8; in BF16 it is the source.
+:mod:`edge_dflash.builder.budget` chooses. OUTPUT.recipe.yaml holds the choice, a recipe like any other, which the same
+command takes up instead of measuring again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from edge_dflash.board.profiles import largest_board
+from edge_dflash.builder.budget import MEASUREMENTS, Curve, Mix, Option, Point, Step, steps
+from edge_dflash.builder.convert import Choose, convert, one_thread
+from edge_dflash.builder.decide import Decisions, decide
+from edge_dflash.checks.footprint import cycle_bytes, read_bytes
+from edge_dflash.checks.inspect import DEFAULT_CONTEXT
+from edge_dflash.common.files import LARGE, is_there, read_text, write_whole
+from edge_dflash.common.progress import Progress
+from edge_dflash.common.tables import MOST, decode, encode
+from edge_dflash.decode.options import Options
+from edge_dflash.errors import BuildError, BundleError, RequestError
+from edge_dflash.quality.measure import ALL, LEAST_UNIT_TOKENS, Run, Stores, costs
+from edge_dflash.quality.stream import Passes, Variant
+from edge_dflash.quality.texts import MOST_LINE, Text, fingerprint, make_texts, parse_tasks
+from edge_dflash.text.prompt import Prompter
+from edge_dflash.text.tokenizer import Tokenizer
+from edge_dflash.weights.formats import FORMATS, TIED, Weight, WeightFormat
+from edge_dflash.weights.quantize import fused_group
+from edge_dflash.weights.recipe import WIDE_MODULES, Override, Recipe, dump_recipe
+
+TOKENS = 2048  # of prompts, at most
+FLOP = {"cpu": 1e14, "cuda": 1e16}  # of units, and of mixes, at most about
+MEMORY = 4e9  # bytes of all rows, at most about
+_CONVERT = 1e-7  # seconds of a core for each value of a weight that is rounded
+_SHOWN = 16  # points of a curve
+_LINEARS = {  # of a unit of each kind, below its layer
+    "attention": ("self_attn.*_proj",),
+    "gated_delta": ("linear_attn.*_proj", "linear_attn.in_proj_[!ab]*"),
+    "mlp": ("mlp.*_proj",),
+    "experts": ("mlp.*_proj",),
+}
+Formats = Mapping[str, WeightFormat]
+
+
+class Converted:
+    """A WeightStore of a build's weights in some formats, made by its own code when asked for; keeps a fused group."""
+
+    def __init__(self, decided: Decisions, formats: Formats, choose: Choose, pool: Executor) -> None:
+        self._store, self._formats = decided.store, formats
+        how = {"again": decided.recipe.requantize == "fp8", "choose": choose}
+        self._make = partial(convert, decided.store, formats=formats, input_scales={}, run=pool.map, **how)
+        self._kept: dict[str, Weight] = {}
+        self.kv_scale = decided.store.kv_scale
+
+    def get(self, name: str) -> Weight:
+        """Return the weight. Raises CheckpointError and BuildError as :func:`~edge_dflash.builder.convert.convert`."""
+        stored = self._store.get(name)
+        if self._formats[name] in (TIED, stored.format):
+            return stored
+        if name not in self._kept:
+            self._kept = {}
+            with one_thread(), torch.device("cpu"):
+                self._kept = self._make([member for member in fused_group(name) if member in self._formats])
+        return self._kept[name]
+
+
+def mixed(
+    decided: Decisions, chooser: Callable[[], Choose], progress: Progress, say: Callable[[str], None]
+) -> tuple[Decisions, Mix]:
+    """The build with the mix of its budget: that of an earlier call's recipe, or measured.
+
+    ``chooser`` gives what chooses block scales, for which it may run the calibration.
+    Raises BuildError for a budget that no mix keeps, and RequestError for bad prompts.
+    """
+    config = decided.config
+    path = config.output.with_name(f"{config.output.name}.recipe.yaml")
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        mixing = _Mixing(decided, chooser, pool, progress)
+        given = [decided.fingerprint, config.quality_target, config.bytes_budget, mixing.texts]
+        if (mix := _taken_up(path, inputs := json.dumps(given), force=config.force)) is None:
+            say(mixing.forecast())
+            mix = replace(mixing.chosen(), recipe=str(path))
+            text = f"# {json.dumps(encode(mix))}\n{dump_recipe(_recipe(decided, mix, mixing.texts))}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, f"# {_mark(inputs, text)}\n{text}".encode())
+    for line in _table(mix):
+        say(line)
+    return replace(decide(replace(config, recipe=path)), config=config), mix
+
+
+class _Mixing:
+    """Measures and chooses."""
+
+    def __init__(self, decided: Decisions, chooser: Callable[[], Choose], pool: Executor, progress: Progress) -> None:
+        self._decided, self._chooser, self._pool, self._progress = decided, chooser, pool, progress
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._passes, self._base = Passes.of(decided.pair), decided.manifest.weights
+        specs, store = decided.programs.weights, decided.store
+        linears = {n for n, spec in specs.items() if spec.kind == "linear" and spec.module not in WIDE_MODULES}
+        units = {unit: frozenset(names & linears) for unit, names in self._passes.units.items()}
+        self._units = {unit: names for unit, names in units.items() if names}
+        quantized = {name for name in linears if FORMATS[store.get(name).format].quantized}
+        self._free = [unit for unit, names in self._units.items() if names.isdisjoint(quantized)]
+        texts = _texts(decided, self._rows({ALL: Variant(self._passes.weights, 1)}, TOKENS, 2 + MEASUREMENTS))
+        self._ids, self.texts = [text.ids for text in texts], fingerprint(texts)
+        self._whole = {ALL: Variant(self._passes.weights, sum(map(len, self._ids)))}
+        rows = self._rows({unit: Variant(names, 1) for unit, names in self._units.items()}, self._whole[ALL].rows, 2)
+        self._alone = {unit: Variant(names, rows) for unit, names in self._units.items()}
+
+    def _rows(self, variants: Mapping[str, Variant], most: int, runs: int) -> int:
+        """Tokens that variants of one row each can run on, by FLOP and MEMORY."""
+        held = 4 * 3 * max(self._passes.program.columns.values()) * (1 + len(variants))
+        afford = min(FLOP[self._device] / runs / sum(costs(self._passes, variants)), MEMORY / held)
+        return min(most, max(LEAST_UNIT_TOKENS, int(afford)))
+
+    def forecast(self) -> str:
+        """What is about to be done, in a line; a product is timed for it."""
+        x, began = torch.ones(2048, 2048, device=self._device), time.perf_counter()
+        (x @ x).sum().item()
+        rate = 2 * 2048**3 / (time.perf_counter() - began)
+        whole, units = (sum(costs(self._passes, some)) for some in (self._whole, self._alone))
+        values = sum(prod(self._decided.programs.weights[n].shape) for names in self._units.values() for n in names)
+        runs, rows = 2 + MEASUREMENTS, next(iter(self._alone.values())).rows
+        seconds = (2 * units + runs * whole) / rate + runs * values * _CONVERT / (os.cpu_count() or 1)
+        kept = len(self._units) - len(self._free)
+        return (
+            f"measuring {len(self._units)} units in two formats on {rows} tokens, mixes on {self._whole[ALL].rows}: "
+            f"about {max(1.0, seconds / 60):.0f} min at most"
+            + (f"; {kept} units stay quantized as they are" if kept else "")
+        )
+
+    def _measured(self, formats: Formats, variants: Mapping[str, Variant]) -> dict[str, float]:
+        """Mean KLD of each variant that differs from the source."""
+        store = self._decided.store
+        other = Converted(self._decided, formats, self._chooser(), self._pool)
+        stores = Stores(store, other, release=store.release)
+        found = Run(self._passes, stores, self._ids, variants, device=self._device).compared(self._progress)
+        return {name: one.figures().kld.mean for name, one in found.items()}
+
+    def _formats(self, units: Formats) -> Formats:
+        """Of all weights, where some units have other formats than the recipe's."""
+        return {**self._base, **{name: form for unit, form in units.items() for name in self._units[unit]}}
+
+    def _cycle(self, units: Formats) -> int:
+        """Bytes of a cycle, as ``inspect`` counts them."""
+        manifest, programs = self._decided.manifest, self._decided.programs
+        context = min(DEFAULT_CONTEXT, manifest.max_context - manifest.pair.rows)
+        read = read_bytes(programs, self._formats(units))
+        return sum(vars(cycle_bytes(programs, read, manifest.pair, context, manifest.precision.kv)).values())
+
+    def _curve(self) -> Curve:
+        """Measure every unit in both formats."""
+        base = self._measured(self._base, self._whole | self._alone)
+        size, fp8 = self._cycle({}), dict.fromkeys(self._free, "fp8")
+        found = self._measured(self._formats(fp8), {unit: self._alone[unit] for unit in self._free})
+        options = {}
+        for unit in self._free:
+            alone = {"fp8": found.get(unit, 0.0), "bf16": 0.0}
+            wider = [Option(self._cycle({unit: form}), kld, form) for form, kld in alone.items()]
+            options[unit] = [Option(size, base.get(unit, 0.0), ""), *(one for one in wider if one.bytes > size)]
+        return Curve(steps(options), size, base[ALL], sum(base.get(unit, 0.0) for unit in self._units))
+
+    def chosen(self) -> Mix:
+        """Measure, choose, and measure what was chosen."""
+        config, curve = self._decided.config, self._curve()
+
+        def measured(taken: Sequence[Step]) -> float:
+            return self._measured(self._formats(_forms(taken)), self._whole)[ALL]
+
+        found = {0: curve.kld}
+        if config.bytes_budget is not None:
+            taken = curve.within(config.bytes_budget)
+            kld = measured(taken)
+        elif config.quality_target is not None:
+            found = curve.reach(config.quality_target, lambda count: measured(curve.steps[:count]))
+            count = min(count for count, kld in found.items() if kld <= config.quality_target)
+            taken, kld = curve.steps[:count], found[count]
+        units, last = _forms(taken), len(curve.steps)
+        shown = sorted({*found, *(round(last * at / (_SHOWN - 1)) for at in range(_SHOWN))})
+        board, points = largest_board(self._decided.choice.arch.sm), list[Point]()
+        for before, count in zip([0, *shown], shown, strict=False):
+            size, predicted = self._cycle(_forms(curve.steps[:count])), curve.predicted(curve.steps[:count])
+            ms = board.milliseconds(size) if board else None
+            points.append(Point(size, ms, predicted, found.get(count), _forms(curve.steps[before:count])))
+        return Mix("", self._cycle(units), kld, self._whole[ALL].rows, units, tuple(points))
+
+
+def _forms(taken: Sequence[Step]) -> dict[str, WeightFormat]:
+    return {step.unit: step.form for step in taken}
+
+
+def _texts(decided: Decisions, most: int) -> list[Text]:
+    """The prompts that are given, or the calibration prompts behind those of the scales; random ids for none."""
+    file, tokenizer, vocabulary = decided.config.prompts, None, decided.pair.target.vocab_size
+    if decided.manifest.tokenizer:
+        tokenizer = Tokenizer.open(decided.config.target)
+    elif file is None:
+        return make_texts(
+            np.random.default_rng(0).integers(0, vocabulary, (4, 64)).tolist(), None, vocabulary, most, None
+        )
+    path = file or decided.recipe.calibration.path
+    try:
+        tasks = parse_tasks(read_text(path, LARGE), path, MOST_LINE)
+    except (OSError, UnicodeDecodeError) as error:
+        what = getattr(error, "strerror", None) or error
+        raise RequestError(f"cannot read {path}: {what}; give a text file of prompts") from None
+    used, prompter = decided.scales.known.tokens if file is None else 0, Prompter(tokenizer)
+    while used > 0 and len(tasks) > 1:
+        used -= len(prompter.prompt(tasks.pop(0), Options()).ids)
+    return make_texts(tasks, tokenizer, vocabulary, most, None)
+
+
+def _recipe(decided: Decisions, mix: Mix, texts: str) -> Recipe:
+    """The recipe with overrides for the units that are wider."""
+    config, base, overrides = decided.config, decided.recipe, list[Override]()
+    for unit, form in mix.units.items():
+        layer, _, kind = unit.rpartition(".")
+        names = (f"{layer}.{linears}" for linears in _LINEARS[kind]) if layer else (unit,)
+        overrides += [Override(f"target.{name}", form) for name in names]
+    budget = f"a KLD of {config.quality_target:g}" if config.quality_target else f"{config.bytes_budget} bytes a cycle"
+    text = (
+        f"{base.name} with {len(mix.units)} units wider, for {budget}: KLD {mix.kld:.3g} of the weights alone on "
+        f"{mix.tokens} tokens, whose SHA-256 is {texts}; {mix.bytes} bytes a cycle"
+    )
+    return replace(base, name=f"{base.name}-mixed", description=text, overrides=(*base.overrides, *overrides))
+
+
+def _mark(inputs: str, text: str) -> str:
+    return hashlib.sha256(f"{inputs}\n{text}".encode()).hexdigest()
+
+
+def _taken_up(path: Path, inputs: str, *, force: bool) -> Mix | None:
+    """The mix whose recipe is there, if it is of these inputs; None: there is none, or ``force``. Raises BuildError."""
+    if not is_there(path):
+        return None
+    try:
+        head, _, text = read_text(path, MOST).partition("\n")
+        if head == f"# {_mark(inputs, text)}":
+            return decode(Mix, json.loads(text.partition("\n")[0].removeprefix("# ")), str(path))
+    except (OSError, ValueError, BundleError):
+        pass
+    if force:
+        return None
+    raise BuildError(
+        f"{path} is there, and not what this build makes: its inputs were others, or it was changed; build with "
+        f"--recipe {path} alone, move it away, or replace it with --force"
+    )
+
+
+def _table(mix: Mix) -> list[str]:
+    """The curve, for people."""
+    lines = [f"{'bytes a cycle':>15} {'ms':>7} {'predicted':>10} {'measured':>9}  wider than above"]
+    for point in mix.curve:
+        ms = "" if point.ms is None else f"{point.ms:.2f}"
+        measured = "" if point.measured is None else f"{point.measured:.5f}"
+        units = [f"{unit} {form}" for unit, form in point.units.items()]
+        more = ", ".join(units[:2]) + (f" and {len(units) - 2} more" if len(units) > 2 else "")
+        lines.append(f"{point.bytes:>15,} {ms:>7} {point.predicted:>10.5f} {measured:>9}  {more}".rstrip())
+    chosen = f"{mix.bytes:,} bytes a cycle, KLD {mix.kld:.5f} on {mix.tokens:,} tokens, {len(mix.units)} units wider"
+    return [*lines, f"chosen: {chosen}; later builds repeat it with --recipe {mix.recipe}"]
