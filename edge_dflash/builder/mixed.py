@@ -60,8 +60,8 @@ class Converted:
 
     def __init__(self, decided: Decisions, formats: Formats, choose: Choose, pool: Executor) -> None:
         self._store, self._formats = decided.store, formats
-        how = {"again": decided.recipe.requantize == "fp8", "choose": choose}
-        self._make = partial(convert, decided.store, formats=formats, input_scales={}, run=pool.map, **how)
+        again = decided.recipe.requantize == "fp8"
+        self._make = partial(convert, formats=formats, input_scales={}, run=pool.map, again=again, choose=choose)
         self._kept: dict[str, Weight] = {}
         self.kv_scale = decided.store.kv_scale
 
@@ -72,8 +72,9 @@ class Converted:
             return stored
         if name not in self._kept:
             self._kept = {}
+            group = [member for member in fused_group(name) if member in self._formats]
             with one_thread(), torch.device("cpu"):
-                self._kept = self._make([member for member in fused_group(name) if member in self._formats])
+                self._kept = self._make(self._store, group)
         return self._kept[name]
 
 
