@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import log
 from typing import NamedTuple
 
 from edge_dflash.errors import BuildError
@@ -117,8 +118,8 @@ class Curve:
     def reach(self, target: float, measured: Callable[[int], float]) -> dict[int, float]:
         """KLD by number of steps, as ``measured``, until few steps are known to give at most ``target``.
 
-        Each guess lies on the prediction, drawn through the nearest measured points on both sides. After MEASUREMENTS
-        without success all steps are taken. Raises BuildError where these do not reach it.
+        Each guess lies on a power of the prediction that passes the nearest measured points on both sides. After
+        MEASUREMENTS without success all steps are taken. Raises BuildError where these do not reach it.
         """
         found, low, high = {0: self.kld}, 0, 0 if self.kld <= target else len(self.steps)
         while high - low > 1 and len(found) <= MEASUREMENTS and found.get(high, 0.0) < NEAR * target:
@@ -137,8 +138,9 @@ class Curve:
     def _guess(self, target: float, low: int, high: int, found: Mapping[int, float]) -> int:
         first, last = (self.predicted(self.steps[:count]) for count in (low, high))
         above, below = found[low], found.get(high, 0.0)
-        for count in range(low + 1, high - 1):
-            share = (self.predicted(self.steps[:count]) - last) / (first - last) if first > last else 0.0
-            if below + (above - below) * share <= target:
-                return count
-        return high - 1
+        power = log(above / below) / log(first / last) if below > 0 and first > last > 0 else 1.0
+        fits = (
+            above * (self.predicted(self.steps[:at]) / (first or 1.0)) ** power <= target
+            for at in range(low + 1, high - 1)
+        )
+        return low + 1 + next((more for more, fit in enumerate(fits) if fit), high - low - 2)

@@ -462,8 +462,8 @@ def _check_budget(config: BuildConfig) -> None:
         raise RequestError(f"--quality-target is {target}; give a KLD above 0, such as 0.01 (near lossless)")
     if most is not None and most < 1:
         raise RequestError(f"--bytes-budget is {most}; give bytes of a cycle, as inspect prints them")
-    if config.prompts is not None and target is None and most is None:
-        raise RequestError("--prompts are what KLD is measured on; give --quality-target or --bytes-budget with them")
+    if config.prompts is not None and not config.quality and target is None and most is None:
+        raise RequestError("--prompts are measured on with --quality, --quality-target or --bytes-budget; give one too")
 
 
 def _sizes(config: BuildConfig, recipe: Recipe, pair: PairSpec, chunk: int) -> tuple[int, int]:

@@ -129,9 +129,9 @@ class _Mixing:
 
     def forecast(self) -> str:
         """What is about to be done, in a line; a product is timed for it."""
-        x, began = torch.ones(2048, 2048, device=self._device), time.perf_counter()
-        (x @ x).sum().item()
-        rate = 2 * 2048**3 / (time.perf_counter() - began)
+        x, began = torch.ones(256, 4096, device=self._device), time.perf_counter()
+        (x @ x.T).sum().item()
+        rate = 2 * 256 * x.numel() / (time.perf_counter() - began)
         whole, units = (sum(costs(self._passes, some)) for some in (self._whole, self._alone))
         values = sum(prod(self._decided.programs.weights[n].shape) for names in self._units.values() for n in names)
         runs, rows = 2 + MEASUREMENTS, next(iter(self._alone.values())).rows
@@ -176,7 +176,10 @@ class _Mixing:
 
     def chosen(self) -> Mix:
         """Measure, choose, and measure what was chosen."""
-        config, curve = self._decided.config, self._curve()
+        config = self._decided.config
+        if config.bytes_budget is not None:
+            Curve((), self._cycle({}), 0.0, 0.0).within(config.bytes_budget)  # before any work
+        curve = self._curve()
 
         def measured(taken: Sequence[Step]) -> float:
             return self._measured(self._formats(_forms(taken)), self._whole)[ALL]

@@ -104,12 +104,10 @@ def build(
     bytes of a cycle, kld, tokens, units with their formats, curve; null: there was none), warnings.
     """
     if finish is not None:
-        if target or drafter or output or quality_target or bytes_budget or prompts:
+        if any(one is not None for one in (target, drafter, output, quality_target, bytes_budget, prompts)):
             raise RequestError("--finish BUNDLE goes alone: a bundle has its own models, recipe and sizes")
         with stages() as report:
             return _report(finish_bundle(finish, report), json)
-    if prompts is not None and not quality:
-        raise RequestError("--prompts are measured on with --quality; give that too")
     if target is None or output is None:
         raise MissingOptionError("output" if target else "target", instead="--finish BUNDLE")
     with stages():  # torch takes seconds to import
