@@ -10,41 +10,37 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 
+from edge_dflash.backends import SMALL_MODEL
 from edge_dflash.board.profiles import largest_board
 from edge_dflash.builder.budget import MEASUREMENTS, Curve, Mix, Option, Point, Step, steps
 from edge_dflash.builder.convert import Choose, convert, one_thread
 from edge_dflash.builder.decide import Decisions, decide
 from edge_dflash.checks.footprint import cycle_bytes, read_bytes
 from edge_dflash.checks.inspect import DEFAULT_CONTEXT
-from edge_dflash.common.files import LARGE, is_there, read_text, write_whole
+from edge_dflash.common.files import is_there, read_text, write_whole
 from edge_dflash.common.progress import Progress
 from edge_dflash.common.tables import MOST, decode, encode
-from edge_dflash.decode.options import Options
-from edge_dflash.errors import BuildError, BundleError, RequestError
-from edge_dflash.quality.measure import ALL, LEAST_UNIT_TOKENS, Run, Stores, costs
+from edge_dflash.errors import BuildError, BundleError
+from edge_dflash.quality.bundle import TaskSet, most_tokens, seconds
+from edge_dflash.quality.measure import ALL, UNITS, Run, Stores, all_variants
 from edge_dflash.quality.stream import Passes, Variant
-from edge_dflash.quality.texts import MOST_LINE, Text, fingerprint, make_texts, parse_tasks
-from edge_dflash.text.prompt import Prompter
+from edge_dflash.quality.texts import Text, fingerprint, make_texts
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.formats import FORMATS, TIED, Weight, WeightFormat
 from edge_dflash.weights.quantize import fused_group
 from edge_dflash.weights.recipe import WIDE_MODULES, Override, Recipe, dump_recipe
 
-TOKENS = 2048  # of prompts, at most
-FLOP = {"cpu": 1e14, "cuda": 1e16}  # of units, and of mixes, at most about
-MEMORY = 4e9  # bytes of all rows, at most about
-_CONVERT = 1e-7  # seconds of a core for each value of a weight that is rounded
+_ROUND = 1e-7  # seconds of a core for each value of a weight
 _SHOWN = 16  # points of a curve
 _LINEARS = {  # of a unit of each kind, below its layer
     "attention": ("self_attn.*_proj",),
@@ -88,7 +84,8 @@ def mixed(
     """
     config = decided.config
     path = config.output.with_name(f"{config.output.name}.recipe.yaml")
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    small = decided.pair.target.hidden_size <= SMALL_MODEL
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool, one_thread() if small else nullcontext():
         mixing = _Mixing(decided, chooser, pool, progress)
         given = [decided.fingerprint, config.quality_target, config.bytes_budget, mixing.texts]
         if (mix := _taken_up(path, inputs := json.dumps(given), force=config.force)) is None:
@@ -115,32 +112,22 @@ class _Mixing:
         self._units = {unit: names for unit, names in units.items() if names}
         quantized = {name for name in linears if FORMATS[store.get(name).format].quantized}
         self._free = [unit for unit, names in self._units.items() if names.isdisjoint(quantized)]
-        texts = _texts(decided, self._rows({ALL: Variant(self._passes.weights, 1)}, TOKENS, 2 + MEASUREMENTS))
+        texts = _texts(decided, most_tokens(self._passes, "float32", self._device))
         self._ids, self.texts = [text.ids for text in texts], fingerprint(texts)
-        self._whole = {ALL: Variant(self._passes.weights, sum(map(len, self._ids)))}
-        rows = self._rows({unit: Variant(names, 1) for unit, names in self._units.items()}, self._whole[ALL].rows, 2)
-        self._alone = {unit: Variant(names, rows) for unit, names in self._units.items()}
-
-    def _rows(self, variants: Mapping[str, Variant], most: int, runs: int) -> int:
-        """Tokens that variants of one row each can run on, by FLOP and MEMORY."""
-        held = 4 * 3 * max(self._passes.program.columns.values()) * (1 + len(variants))
-        afford = min(FLOP[self._device] / runs / sum(costs(self._passes, variants)), MEMORY / held)
-        return min(most, max(LEAST_UNIT_TOKENS, int(afford)))
+        variants = all_variants(self._passes, "float32", sum(map(len, self._ids)))
+        self._whole = {ALL: variants[ALL]}
+        self._alone = {unit: variants[f"{UNITS}{unit}"] for unit in self._units}
 
     def forecast(self) -> str:
-        """What is about to be done, in a line; a product is timed for it."""
-        x, began = torch.ones(256, 4096, device=self._device), time.perf_counter()
-        (x @ x.T).sum().item()
-        rate = 2 * 256 * x.numel() / (time.perf_counter() - began)
-        whole, units = (sum(costs(self._passes, some)) for some in (self._whole, self._alone))
+        """What is about to be done, in a line."""
+        whole, units = (seconds(self._passes, some, self._device) for some in (self._whole, self._whole | self._alone))
         values = sum(prod(self._decided.programs.weights[n].shape) for names in self._units.values() for n in names)
-        runs, rows = 2 + MEASUREMENTS, next(iter(self._alone.values())).rows
-        seconds = (2 * units + runs * whole) / rate + runs * values * _CONVERT / (os.cpu_count() or 1)
-        kept = len(self._units) - len(self._free)
+        rounded = (2 + MEASUREMENTS) * values * _ROUND / (os.cpu_count() or 1)
+        minutes = max(1.0, (2 * units + MEASUREMENTS * whole + rounded) / 60)
+        rows, kept = next(iter(self._alone.values())).rows, len(self._units) - len(self._free)
         return (
             f"measuring {len(self._units)} units in two formats on {rows} tokens, mixes on {self._whole[ALL].rows}: "
-            f"about {max(1.0, seconds / 60):.0f} min at most"
-            + (f"; {kept} units stay quantized as they are" if kept else "")
+            f"about {minutes:.0f} min at most" + (f"; {kept} units stay quantized as they are" if kept else "")
         )
 
     def _measured(self, formats: Formats, variants: Mapping[str, Variant]) -> dict[str, float]:
@@ -207,24 +194,12 @@ def _forms(taken: Sequence[Step]) -> dict[str, WeightFormat]:
 
 
 def _texts(decided: Decisions, most: int) -> list[Text]:
-    """The prompts that are given, or the calibration prompts behind those of the scales; random ids for none."""
-    file, tokenizer, vocabulary = decided.config.prompts, None, decided.pair.target.vocab_size
-    if decided.manifest.tokenizer:
-        tokenizer = Tokenizer.open(decided.config.target)
-    elif file is None:
-        return make_texts(
-            np.random.default_rng(0).integers(0, vocabulary, (4, 64)).tolist(), None, vocabulary, most, None
-        )
-    path = file or decided.recipe.calibration.path
-    try:
-        tasks = parse_tasks(read_text(path, LARGE), path, MOST_LINE)
-    except (OSError, UnicodeDecodeError) as error:
-        what = getattr(error, "strerror", None) or error
-        raise RequestError(f"cannot read {path}: {what}; give a text file of prompts") from None
-    used, prompter = decided.scales.known.tokens if file is None else 0, Prompter(tokenizer)
-    while used > 0 and len(tasks) > 1:
-        used -= len(prompter.prompt(tasks.pop(0), Options()).ids)
-    return make_texts(tasks, tokenizer, vocabulary, most, None)
+    """The prompts that are given, or calibration prompts that scales are not measured on."""
+    config, known, vocabulary = decided.config, decided.scales.known, decided.pair.target.vocab_size
+    tokenizer = Tokenizer.open(config.target) if decided.manifest.tokenizer else None
+    held_out = TaskSet.behind(known.tokens, known.prompts, tokenizer, vocabulary)
+    given = TaskSet.read(config.prompts) if config.prompts else held_out
+    return make_texts(given.tasks, tokenizer, vocabulary, most, None)
 
 
 def _recipe(decided: Decisions, mix: Mix, texts: str) -> Recipe:

@@ -100,8 +100,8 @@ def build(
 
     JSON keys: bundle (path), bytes, seconds, backends (aboard), active (the one that runs it), recipe, plans (TensorRT
     plans inside), deferred (plans left to the board), trial (cycle_ms and prefill_ms of both backends, after --finish),
-    nothing_to_do (why --finish left it as it is), quality (docs/quality.md; null: not measured), mix (of a budget: recipe,
-    bytes of a cycle, kld, tokens, units with their formats, curve; null: there was none), warnings.
+    nothing_to_do (why --finish left it as it is), quality (docs/quality.md; null: not measured), mix (of a budget:
+    recipe, bytes of a cycle, kld, tokens, units with their formats, curve; null: there was none), warnings.
     """
     if finish is not None:
         if any(one is not None for one in (target, drafter, output, quality_target, bytes_budget, prompts)):
@@ -118,8 +118,8 @@ def build(
     if measures and prompts is None and target.resolve() == TARGET:
         prompts = HELDOUT
     more = (max_context, prefill_chunk, calibrate, lanes, text_only, force, rounding)
-    more = (*more, quality, quality_target, size, prompts)
-    config = write.BuildConfig(target, given_drafter(drafter), output, arch, backend, found, *more)
+    wanted = (quality, quality_target, size, prompts)
+    config = write.BuildConfig(target, given_drafter(drafter), output, arch, backend, found, *more, *wanted)
     with stages() as report:
         result = write.build(config, report, say)
     _report(result, json)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -66,14 +66,19 @@ class TaskSet:
 
     @classmethod
     def held_out(cls, bundle: Bundle) -> TaskSet:
-        """Those of calib/ behind what the bundle's scales were measured on; random ids without a tokenizer."""
-        if (tokenizer := _tokenizer(bundle)) is None:
-            ids = np.random.default_rng(0).integers(0, bundle.pair.target.vocab_size, (4, 64))
+        """Those behind what the bundle's scales were measured on."""
+        scales = json.loads(read_text(bundle.path / "calibration.json"))
+        return cls.behind(scales["tokens"], scales["prompts"], _tokenizer(bundle), bundle.pair.target.vocab_size)
+
+    @classmethod
+    def behind(cls, used: int, digest: str, tokenizer: Tokenizer | None, vocabulary: int) -> TaskSet:
+        """Those of calib/ behind the first ``used`` tokens, if ``digest`` is its; random ids without a tokenizer."""
+        if tokenizer is None:
+            ids = np.random.default_rng(0).integers(0, vocabulary, (4, 64))
             return cls(ids.tolist(), "random ids (no tokenizer)")
         file = directory("calib") / "robot_planning.jsonl"
-        words, scales = read_text(file, LARGE), json.loads(read_text(bundle.path / "calibration.json"))
-        tasks, first = parse_tasks(words, file), 0
-        used = scales["tokens"] if scales["prompts"] == hashlib.sha256(words.encode()).hexdigest() else 0
+        tasks, first = parse_tasks(words := read_text(file, LARGE), file), 0
+        used = used if digest == hashlib.sha256(words.encode()).hexdigest() else 0
         while used > 0 and first < len(tasks) - 1:
             used -= sum(len(tokenizer.encode_text(one["content"])) for one in tasks[first] if isinstance(one, dict))
             first += 1
@@ -132,7 +137,7 @@ def measure(
     pair, kv = _target(bundle.pair), bundle.manifest.precision.kv
     device = "cuda" if torch.cuda.is_available() else "cpu"
     passes, tokenizer = Passes.of(pair), _tokenizer(bundle)
-    most = _most_tokens(passes, kv, device)
+    most = most_tokens(passes, kv, device)
     answer = None if backend is None else _answers(backend, pair, tokenizer, Stage(progress, "answers", most))
     texts = make_texts(prompts.tasks, tokenizer, pair.target.vocab_size, most, answer)
     tokens = sum(len(text.ids) for text in texts)
@@ -201,7 +206,7 @@ def keep(bundle: Path, quality: Quality) -> None:
         fresh.replace(bundle / MANIFEST)
 
 
-def _most_tokens(passes: Passes, kv: KvFormat, device: str) -> int:
+def most_tokens(passes: Passes, kv: KvFormat, device: str) -> int:
     """As many as FLOP and MEMORY allow."""
     some = all_variants(passes, kv, TOKENS)
     fixed = memory(passes, {name: replace(one, rows=0) for name, one in some.items()})
@@ -209,8 +214,8 @@ def _most_tokens(passes: Passes, kv: KvFormat, device: str) -> int:
     return max(64, int(TOKENS * share))
 
 
-def _forecast(passes: Passes, variants: dict[str, Variant], device: str) -> str:
-    """What is about to be done, in a line; one product is timed for it."""
+def seconds(passes: Passes, variants: Mapping[str, Variant], device: str) -> float:
+    """What a measurement takes, about; one product is timed for it."""
     x, flop = torch.ones(256, 2048, device=device), sum(costs(passes, variants))
     w = torch.ones(2048, 2048, device=device)
     (x @ w).sum().item()
@@ -218,13 +223,18 @@ def _forecast(passes: Passes, variants: dict[str, Variant], device: str) -> str:
     (x @ w).sum().item()
     rate = 2 * x.shape[0] * w.numel() / (time.perf_counter() - began)
     values = sum(int(np.prod(passes.program.weights[name].shape)) for name in passes.program.weights)
-    seconds = flop / rate + 2 * values * _READ
+    return flop / rate + 2 * values * _READ
+
+
+def _forecast(passes: Passes, variants: dict[str, Variant], device: str) -> str:
+    """What is about to be done, in a line."""
     disk = 8 * sum(one.rows for one in variants.values()) * passes.program.columns[passes.program.outputs["hidden"]]
+    minutes = max(1.0, seconds(passes, variants, device) / 60)
     units = [one.rows for name, one in variants.items() if name.startswith(UNITS)]
     whole, gb = len(variants) - len(units) + 1, memory(passes, variants) / 1e9
     return (
         f"measuring {variants[ALL].rows} tokens in {whole} variants, {min(units)} in each of {len(units)} units: "
-        f"about {max(1.0, seconds / 60):.0f} min, at most {gb:.1f} GB of memory, {disk / 1e9:.1f} GB of disk"
+        f"about {minutes:.0f} min, at most {gb:.1f} GB of memory, {disk / 1e9:.1f} GB of disk"
     )
 
 
