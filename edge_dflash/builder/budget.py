@@ -27,7 +27,7 @@ class Option(NamedTuple):
     form: str
 
 
-class Step(NamedTuple):
+class Widening(NamedTuple):
     """A unit gets a wider format."""
 
     unit: str
@@ -48,7 +48,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Mix:
+class FormatMix:
     """What was chosen."""
 
     recipe: str  # its file
@@ -75,10 +75,10 @@ def _rate(one: Option, wider: Option) -> float:
     return (one.kld - wider.kld) / (wider.bytes - one.bytes)
 
 
-def steps(units: Mapping[str, Sequence[Option]]) -> tuple[Step, ...]:
+def steps(units: Mapping[str, Sequence[Option]]) -> tuple[Widening, ...]:
     """Steps of all units by KLD saved a byte; of equal ones that of the first unit comes first."""
     found = [
-        Step(unit, wider.form, wider.bytes - one.bytes, one.kld - wider.kld)
+        Widening(unit, wider.form, wider.bytes - one.bytes, one.kld - wider.kld)
         for unit, options in units.items()
         for one, wider in pairwise(hull(options))
     ]
@@ -89,24 +89,24 @@ def steps(units: Mapping[str, Sequence[Option]]) -> tuple[Step, ...]:
 class Curve:
     """Bytes of a cycle against KLD."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[Widening, ...]
     bytes: int  # with no step taken
     kld: float  # measured with no step taken
     alone: float  # of all units alone, summed
 
-    def predicted(self, taken: Sequence[Step]) -> float:
+    def predicted(self, taken: Sequence[Widening]) -> float:
         """KLD with some steps taken: of the whole they save the share that they save of the sum."""
         saved = sum(step.saved for step in taken)
         return max(0.0, self.kld * (1.0 - saved / self.alone)) if self.alone else self.kld
 
-    def within(self, budget: int) -> tuple[Step, ...]:
+    def within(self, budget: int) -> tuple[Widening, ...]:
         """Each step that still fits, in their order; of a unit none after one that does not. Raises BuildError."""
         if (left := budget - self.bytes) < 0:
             raise BuildError(
                 f"--bytes-budget is {budget}, and a cycle reads {self.bytes} bytes with every unit as the "
                 "recipe has it; give at least that, or a recipe of fewer bits"
             )
-        taken, passed = list[Step](), set[str]()
+        taken, passed = list[Widening](), set[str]()
         for step in self.steps:
             if step.bytes > left or step.unit in passed:
                 passed.add(step.unit)

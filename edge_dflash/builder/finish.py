@@ -28,7 +28,7 @@ from edge_dflash.backends import load, selftest
 from edge_dflash.backends.cuda.compile import kernels_digest
 from edge_dflash.backends.cuda.support import device_facts
 from edge_dflash.backends.cuda.tensorrt.flavours import TENSORRT, TENSORRT_RTX
-from edge_dflash.builder.budget import Mix
+from edge_dflash.builder.budget import FormatMix
 from edge_dflash.builder.engines import build_engines, bundle_engines, check_device, checked_version
 from edge_dflash.builder.journal import WorkDir, check_space, recover, sync_path
 from edge_dflash.bundle.manifest import MANIFEST, EngineFiles, Manifest, Trial, dump_manifest
@@ -131,7 +131,7 @@ class BuildResult:
         began: float,
         warnings: tuple[str, ...] = (),
         nothing: str = "",
-        mix: Mix | None = None,
+        mix: FormatMix | None = None,
     ) -> None:
         """``began``: by the monotonic clock; ``nothing``: why there was nothing to do."""
         self.bundle = bundle

@@ -22,7 +22,7 @@ import torch
 
 from edge_dflash.backends import SMALL_MODEL
 from edge_dflash.board.profiles import largest_board
-from edge_dflash.builder.budget import MEASUREMENTS, Curve, Mix, Option, Point, Step, steps
+from edge_dflash.builder.budget import MEASUREMENTS, Curve, FormatMix, Option, Point, Widening, steps
 from edge_dflash.builder.convert import Choose, convert, one_thread
 from edge_dflash.builder.decide import Decisions, decide
 from edge_dflash.checks.footprint import cycle_bytes, read_bytes
@@ -76,7 +76,7 @@ class Converted:
 
 def mixed(
     decided: Decisions, chooser: Callable[[], Choose], progress: Progress, say: Callable[[str], None]
-) -> tuple[Decisions, Mix]:
+) -> tuple[Decisions, FormatMix]:
     """The build with the mix of its budget: that of an earlier call's recipe, or measured.
 
     ``chooser`` gives what chooses block scales, for which it may run the calibration.
@@ -161,14 +161,14 @@ class _Mixing:
             options[unit] = [Option(size, base.get(unit, 0.0), ""), *(one for one in wider if one.bytes > size)]
         return Curve(steps(options), size, base[ALL], sum(base.get(unit, 0.0) for unit in self._units))
 
-    def chosen(self) -> Mix:
+    def chosen(self) -> FormatMix:
         """Measure, choose, and measure what was chosen."""
         config = self._decided.config
         if config.bytes_budget is not None:
             Curve((), self._cycle({}), 0.0, 0.0).within(config.bytes_budget)  # before any work
         curve = self._curve()
 
-        def measured(taken: Sequence[Step]) -> float:
+        def measured(taken: Sequence[Widening]) -> float:
             return self._measured(self._formats(_forms(taken)), self._whole)[ALL]
 
         found = {0: curve.kld}
@@ -186,10 +186,10 @@ class _Mixing:
             size, predicted = self._cycle(_forms(curve.steps[:count])), curve.predicted(curve.steps[:count])
             ms = board.milliseconds(size) if board else None
             points.append(Point(size, ms, predicted, found.get(count), _forms(curve.steps[before:count])))
-        return Mix("", self._cycle(units), kld, self._whole[ALL].rows, units, tuple(points))
+        return FormatMix("", self._cycle(units), kld, self._whole[ALL].rows, units, tuple(points))
 
 
-def _forms(taken: Sequence[Step]) -> dict[str, WeightFormat]:
+def _forms(taken: Sequence[Widening]) -> dict[str, WeightFormat]:
     return {step.unit: step.form for step in taken}
 
 
@@ -202,7 +202,7 @@ def _texts(decided: Decisions, most: int) -> list[Text]:
     return make_texts(given.tasks, tokenizer, vocabulary, most, None)
 
 
-def _recipe(decided: Decisions, mix: Mix, texts: str) -> Recipe:
+def _recipe(decided: Decisions, mix: FormatMix, texts: str) -> Recipe:
     """The recipe with overrides for the units that are wider."""
     config, base, overrides = decided.config, decided.recipe, list[Override]()
     for unit, form in mix.units.items():
@@ -221,14 +221,14 @@ def _mark(inputs: str, text: str) -> str:
     return hashlib.sha256(f"{inputs}\n{text}".encode()).hexdigest()
 
 
-def _taken_up(path: Path, inputs: str, *, force: bool) -> Mix | None:
-    """The mix whose recipe is there, if it is of these inputs; None: there is none, or ``force``. Raises BuildError."""
+def _taken_up(path: Path, inputs: str, *, force: bool) -> FormatMix | None:
+    """The mix of the recipe at ``path``, if it is of these inputs; None: measure it. Raises BuildError for others."""
     if not is_there(path):
         return None
     try:
         head, _, text = read_text(path, MOST).partition("\n")
         if head == f"# {_mark(inputs, text)}":
-            return decode(Mix, json.loads(text.partition("\n")[0].removeprefix("# ")), str(path))
+            return decode(FormatMix, json.loads(text.partition("\n")[0].removeprefix("# ")), str(path))
     except (OSError, ValueError, BundleError):
         pass
     if force:
@@ -239,7 +239,7 @@ def _taken_up(path: Path, inputs: str, *, force: bool) -> Mix | None:
     )
 
 
-def _table(mix: Mix) -> list[str]:
+def _table(mix: FormatMix) -> list[str]:
     """The curve, for people."""
     lines = [f"{'bytes a cycle':>15} {'ms':>7} {'predicted':>10} {'measured':>9}  wider than above"]
     for point in mix.curve:

@@ -21,6 +21,15 @@ from edge_dflash.errors import RecipeError, RequestError
 from edge_dflash.model.registry import NO_DRAFTER
 from edge_dflash.weights.recipe import ROUNDINGS, Rounding
 
+
+def read_size(text: str) -> int:
+    """Bytes of a text such as 15500000000 or 15.5GB. Raises RequestError."""
+    found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?) ?(|k|M|G)B?", text, re.ASCII)
+    if found is None:
+        raise RequestError(f"--bytes-budget is {text[:40]!r}; give bytes, or a number with kB, MB or GB such as 15.5GB")
+    return int(float(found[1]) * 1000 ** ("", "k", "M", "G").index(found[2]))
+
+
 Target = Annotated[Path | None, opt("DIR", "Directory of the target's Hugging Face checkpoint.")]
 Drafter = Annotated[
     Path | None, opt("DIR", "Directory of the drafter's checkpoint; none, or left out: decode plainly.")
@@ -50,7 +59,10 @@ QualityTarget = Annotated[
     float | None, opt("KLD", "Store parts of the target wider until the mean KLD of its weights is at most this.")
 ]
 BytesBudget = Annotated[
-    str | None, opt("SIZE", "Store parts of the target wider while a cycle reads at most this: bytes, or 15.5GB.")
+    int | None,
+    opt(
+        "SIZE", "Store parts of the target wider while a cycle reads at most this: bytes, or 15.5GB.", parser=read_size
+    ),
 ]
 Finish = Annotated[Path | None, opt("BUNDLE", "Build the plans that this bundle lacks and time it, on its board.")]
 
@@ -81,8 +93,7 @@ def build(
     --arch is cpu, sm87 (Orin), sm89 (Ada), sm90 (Hopper), sm110 (Thor), sm120 or sm121 (Spark); sm110a, 110 and 11.0
     are sm110 too, and so is a board of inspect --board: thor, orin, spark. A build needs no GPU. Without --backend a
     CPU gets the reference backend and a GPU native kernels; sm110 gets TensorRT beside them, and so do sm120 and sm121
-    where TensorRT for RTX is installed (pip install 'edge-dflash[tensorrt]'). Both read the same weights, which are
-    stored once.
+    where TensorRT for RTX is installed (pip install 'edge-dflash[tensorrt]'). Both read the same weights.
 
     Only the board can build plans for sm110: edge-dflash build --finish BUNDLE does it there, times both
     backends at the same work and keeps the faster active. Until then the kernels run it. A bundle that lacks nothing is
@@ -90,12 +101,8 @@ def build(
 
     A target with a vision tower is built with it; --text-only leaves it out. Without a drafter the bundle decodes
     plainly. --lanes is what the bundle opens with, where nothing else is said.
-
-    --quality-target 0.01 measures what each part of the target costs in its format (KL divergence of the next token's
-    distribution from the source's), stores those wider that save most a byte until the KLD is reached, and writes the
-    choice to OUTPUT.recipe.yaml, which later builds repeat with --recipe. --bytes-budget 15.5GB spends bytes of a cycle
-    in the same order. The target has to be wide: what it stores quantized stays.
-
+    --quality-target measures what each part of a wide target costs in its format, stores those wider that save most KLD
+    a byte, and writes the choice to OUTPUT.recipe.yaml for later builds. --bytes-budget spends bytes in the same order.
     A build that was stopped resumes when the same command is given again; a half-made bundle is never at --output.
 
     JSON keys: bundle (path), bytes, seconds, backends (aboard), active (the one that runs it), recipe, plans (TensorRT
@@ -113,13 +120,10 @@ def build(
     with stages():  # torch takes seconds to import
         from edge_dflash.builder import write
     found = find_recipe(recipe) if recipe is not None else None
-    size = None if bytes_budget is None else read_size(bytes_budget)
-    measures = quality or quality_target is not None or size is not None
-    if measures and prompts is None and target.resolve() == TARGET:
+    if (quality or quality_target or bytes_budget) and prompts is None and target.resolve() == TARGET:
         prompts = HELDOUT
-    more = (max_context, prefill_chunk, calibrate, lanes, text_only, force, rounding)
-    wanted = (quality, quality_target, size, prompts)
-    config = write.BuildConfig(target, given_drafter(drafter), output, arch, backend, found, *more, *wanted)
+    more = (found, max_context, prefill_chunk, calibrate, lanes, text_only, force, rounding, quality, quality_target)
+    config = write.BuildConfig(target, given_drafter(drafter), output, arch, backend, *more, bytes_budget, prompts)
     with stages() as report:
         result = write.build(config, report, say)
     _report(result, json)
@@ -128,14 +132,6 @@ def build(
 def given_drafter(drafter: Path | None) -> Path | None:
     """The directory of ``--drafter``; None for none."""
     return None if drafter == Path(NO_DRAFTER) else drafter
-
-
-def read_size(text: str) -> int:
-    """Bytes of a text such as 15500000000 or 15.5GB. Raises RequestError."""
-    found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?) ?(|k|M|G)B?", text, re.ASCII)
-    if found is None:
-        raise RequestError(f"--bytes-budget is {text[:40]!r}; give bytes, or a number with kB, MB or GB such as 15.5GB")
-    return int(float(found[1]) * 1000 ** ("", "k", "M", "G").index(found[2]))
 
 
 def _report(result: BuildResult, json: bool) -> None:

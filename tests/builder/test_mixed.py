@@ -12,7 +12,7 @@ from paths import GOLDEN
 from edge_dflash.board.profiles import load_board
 from edge_dflash.builder import mixed as module
 from edge_dflash.builder import write
-from edge_dflash.builder.budget import Mix
+from edge_dflash.builder.budget import FormatMix
 from edge_dflash.builder.convert import by_max
 from edge_dflash.builder.decide import BuildConfig, decide
 from edge_dflash.builder.mixed import Converted, mixed
@@ -115,7 +115,7 @@ def test_overrides_are_the_units(tmp_path, pair):
     with ThreadPoolExecutor(1) as pool:
         mixing = module._Mixing(decided, lambda: by_max, pool, unheard)
     for unit in mixing._units:
-        made = module._recipe(decided, Mix("", 0, 0.0, 0, {unit: "fp8"}, ()), "")
+        made = module._recipe(decided, FormatMix("", 0, 0.0, 0, {unit: "fp8"}, ()), "")
         found = made.formats(decided.programs.weights)
         assert {n for n, form in found.items() if form != decided.manifest.weights[n]} == mixing._units[unit], unit
     parts = {unit.rpartition(".")[2] for unit in mixing._units}
