@@ -172,7 +172,8 @@ def test_chat_templates_that_are_no_jinja_are_refused(tmp_path):
 
 def test_the_command_names_every_choice(tmp_path):
     config = BuildConfig(tmp_path / "a b", tmp_path / "d", tmp_path / "out", max_context=9, calibrate=False, force=True)
+    config = replace(config, rounding="max")
     assert config.command == (
         f"edge-dflash build --target '{tmp_path}/a b' --drafter {tmp_path}/d --arch cpu "
-        f"--max-context 9 --no-calibrate --output {tmp_path}/out --force"
+        f"--rounding max --max-context 9 --no-calibrate --output {tmp_path}/out --force"
     )

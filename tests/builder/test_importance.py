@@ -12,6 +12,7 @@ import pytest
 import torch
 from builder_support import DRAFTERS, SHORT, add_tokenizer, config_of, copy_target, digests, recipe
 from golden_pairs import EXPERTS, FLOAT32, NAMES, pair, programs, store
+from typer.testing import CliRunner
 
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
@@ -23,6 +24,7 @@ from edge_dflash.bundle import parts
 from edge_dflash.bundle.manifest import RoundingUse
 from edge_dflash.bundle.parts import building_path, write_file
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.cli import app
 from edge_dflash.errors import BuildError
 from edge_dflash.model.ops import Experts as ExpertsOp
 from edge_dflash.model.ops import Linear
@@ -192,6 +194,16 @@ def test_max_is_what_it_was_without_a_search(built, config, tmp_path):
             assert option.get(name).block_scale.tobytes() == plain.block_scale.tobytes()
             assert option.get(name).packed.tobytes() != built.get(name).packed.tobytes()
     assert option.manifest.kv_scales == built.manifest.kv_scales
+
+
+def test_the_option_is_read_and_refused(tmp_path):
+    given = config_of("qwen3", tmp_path / "out")
+    words = ["build", "--target", str(given.target), "--output", str(given.output), "--rounding"]
+    refused = CliRunner().invoke(app, [*words, "luck"])
+    assert refused.exit_code != 0
+    assert not given.output.exists()
+    assert CliRunner().invoke(app, [*words, "max"]).exit_code == 0
+    assert Bundle.open(given.output).manifest.rounding is None
 
 
 def test_a_search_calibrates_even_where_every_scale_is_known(target, tmp_path):

@@ -127,6 +127,19 @@ def test_commands_take_none_for_a_drafter(bundles, tmp_path):
     assert "BUNDLE has its own drafter" in str(run(app, ["bench", str(bundles / "alone"), "--drafter", "x"]).exception)
 
 
+def test_a_bundle_says_how_it_was_rounded(bundles, tmp_path):
+    made = str(build(config_of("modelopt", tmp_path / "made", drafter=None)).bundle)
+    use = read_manifest(tmp_path / "made").rounding
+    line = f"rounding: {use.rounded} weights by search, unweighted; {use.kept} as the checkpoint has them"
+    shown = [CliRunner().invoke(app, ["inspect", *words]).stdout for words in ([made], [made, "--json"])]
+    assert line in shown[0]
+    assert last_json(shown[1])["rounding"] == {"by": "search", "rounded": use.rounded, "kept": use.kept, "tokens": 0}
+    assert use.kept > 0 < use.rounded
+    wide = [CliRunner().invoke(app, ["inspect", str(bundles / "alone"), *more]).stdout for more in ([], ["--json"])]
+    assert "rounding" not in wide[0]
+    assert last_json(wide[1])["rounding"] is None
+
+
 def test_recipes_of_a_pair_build_its_target_alone(tmp_path):
     text = (
         BF16

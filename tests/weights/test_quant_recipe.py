@@ -94,6 +94,13 @@ def test_fp8_is_requantized_where_a_recipe_says_so(tmp_path, found, keeps, resul
         replace(recipe, target={**recipe.target, "mlp": "bf16"}, keeps=False).choice(MLP, WEIGHTS[MLP], found)
 
 
+def test_rounding_is_by_search_unless_a_recipe_says_max(tmp_path):
+    assert default_recipe().rounding == read(tmp_path, "").rounding == "search"
+    assert read(tmp_path, "rounding: max").rounding == "max"
+    with pytest.raises(RecipeError, match="rounding is 'luck'; give one of max, search"):
+        read(tmp_path, "rounding: luck")
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_recipe_loads_and_applies(path):
     recipe = load_recipe(path)
