@@ -21,7 +21,7 @@ AT_ONCE = 1 << 17  # values: a few buffers of half a MB, near a core's second-le
 STEPS = (0, 1, 2, 3, 4, 5, 6, -1, -2)  # from the code of max / 6; all 126 codes lower the demo's error by 0.1 % more
 LARGEST, SMALLEST = 0x7E, 0x01  # E4M3 codes of 448 and 2^-9
 _EXPONENT = 0x7F800000  # bits of a float32
-_MAGIC = (22 << 23) + (1 << 22)  # added to the bits of 2^e: those of 1.5 * 2^(e + 22)
+_MAGIC = 22 << 23  # added to the bits of 2^e: those of 2^(e + 22)
 
 
 class Search:
@@ -73,7 +73,7 @@ def _best(a: torch.Tensor, first: torch.Tensor, h: torch.Tensor | None) -> torch
 def _error(y: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
     """Nearest E2M1 magnitude minus ``y`` >= 0, in place of ``y``; ``work`` is another buffer of its shape.
 
-    Values from 2^e to 2^(e + 1) are multiples of 2^(e - 1), below 2 of 1/2. Adding 1.5 * 2^(e + 22), whose last bit is
+    Values from 2^e to 2^(e + 1) are multiples of 2^(e - 1), below 2 of 1/2. Adding 2^(e + 22), whose last bit is
     2^(e - 1), rounds to one, ties to even; so the exponent is all that is taken from ``y``.
     """
     torch.clamp(y, 1.0, 6.0, out=work)
