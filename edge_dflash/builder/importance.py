@@ -57,9 +57,9 @@ class Moments:
         """Count rows ``values`` [R, K]."""
         if name not in self.wanted:
             return
-        new = torch.linalg.vector_norm(values, dim=0, dtype=torch.float64).square()
-        total, rows = self._sums.get(name, (torch.zeros_like(new), 0))
-        self._sums[name] = total + new, rows + len(values)
+        total, rows = self._sums.get(name, (torch.zeros(values.shape[1], dtype=torch.float64), 0))
+        parts = (values[first : first + 64] for first in range(0, len(values), 64))  # rows that stay in the cache
+        self._sums[name] = sum((part.square().sum(0) for part in parts), total), rows + len(values)
 
     def result(self) -> dict[str, Array]:
         """Importance [K], float32 of mean 1 + SHRINK, by :func:`input_of`. Raises BuildError where it is not finite."""

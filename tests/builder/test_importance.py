@@ -131,7 +131,7 @@ def test_experts_share_their_input_and_have_the_rows_that_chose_them():
 
 def test_damage_is_named_and_what_was_never_seen_has_no_importance(tmp_path):
     moments = Moments(("a", "b", "c", "d"))
-    moments.add("a", torch.tensor([[3e38, 1.0]]))
+    moments.add("a", torch.tensor([[1e19, 1.0]]))
     moments.add("b", torch.zeros(4, 2))
     moments.add("c", torch.tensor([[1.0, 3.0], [1.0, 1.0]]))
     found = moments.result()
@@ -142,9 +142,10 @@ def test_damage_is_named_and_what_was_never_seen_has_no_importance(tmp_path):
     assert {name: h.tolist() for name, h in load_importance(tmp_path / FILE).items()} == {
         name: h.tolist() for name, h in found.items()
     }
-    moments.add("d", torch.tensor([[float("nan"), 1.0]]))
-    with pytest.raises(BuildError, match="calibration found nan in what d reads"):
-        moments.result()
+    for bad, said in (("3e38", "inf"), ("nan", "nan")):
+        moments.add("d", torch.tensor([[float(bad), 1.0]]))
+        with pytest.raises(BuildError, match=f"calibration found {said} in what d reads"):
+            moments.result()
     write_file(tmp_path / FILE, dump_importance({}))
     assert load_importance(tmp_path / FILE) == {}
 
