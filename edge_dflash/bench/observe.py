@@ -99,7 +99,7 @@ class GoldenObserver:
         tiles: dict[str, list[Array]] = {}
 
         def observe(op: Op, role: str, values: torch.Tensor) -> None:
-            if isinstance(op, Experts):
+            if isinstance(op, Experts) and role in ("router_logits", "experts", "weights", "routed"):
                 tiles.setdefault(_moe_key(op, role, program), []).append(values.numpy())
 
         ends = {_moe_key(op, "in", program): op.inputs[0] for op in ops}

@@ -103,12 +103,12 @@ def bench(
     rows, cycle, accept_length, tokens_per_second of all and of each, over_floor), company (one request alone and beside
     others, ms between its increments; the most that it took beyond a deadline; null for one lane).
     """
-    kind = _checked(bundle, synthetic, weights, prompts, drafter, accept_length, acceptance, routing_correlation)
     _check_files(cubins, plot, record)
     prompt, more, many = lengths(prefill, "--prefill"), lengths(contexts, "--contexts"), lengths(lanes, "--lanes")
     if many and many[-1] > MOST_LANES:
         raise RequestError(f"--lanes names {many[-1]}; there are 1 to {MOST_LANES} lanes")
     work = Workload(context, tokens, prompt, more, accept_length, profile, acceptance, routing_correlation, many)
+    kind = _checked(bundle, synthetic, weights, prompts, drafter, work)
     if bundle is None:
         result = bench_synthetic(synthetic or "", kind, work, cubins or CUBINS, say)
     else:
@@ -140,9 +140,7 @@ def _checked(
     weights: str | None,
     prompts: Path | None,
     drafter: str | None,
-    accept_length: float | None,
-    acceptance: str | None,
-    correlation: float | None,
+    work: Workload,
 ) -> Format:
     """Format of a synthetic pair's weights. Raises RequestError for options that do not go together."""
     refused = {
@@ -154,17 +152,17 @@ def _checked(
         ),
         f"--weights is {weights!r}; give one of {', '.join(KINDS)}": weights is not None and weights not in KINDS,
         "--accept-length and --acceptance both force what is accepted; give one of them": (
-            accept_length is not None and acceptance is not None
+            work.accept_length is not None and work.acceptance is not None
         ),
         "a bundle's own router is timed; --routing-correlation belongs to --synthetic": (
-            bundle and correlation is not None
+            bundle and work.correlation is not None
         ),
     }
     for message, wrong in refused.items():
         if wrong:
             raise RequestError(message)
-    if acceptance is not None:
-        reached(acceptance, 1)
+    if work.acceptance is not None:
+        reached(work.acceptance, 1)
     return cast("Format", weights or KINDS[0])
 
 

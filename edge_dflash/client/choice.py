@@ -43,12 +43,8 @@ class RemoteChoice:
     def _clear(self) -> None:
         """Nothing has come."""
         self._first = 0.0  # time.perf_counter() of the first piece
-        self._text = self._thinking = ""
-        self._tokens: tuple[int, ...] = ()
-        self._logprobs: tuple[TokenLogprob, ...] = ()
+        self._pieces: list[Increment] = []
         self._prompt: tuple[TokenLogprob, ...] = ()
-        self._lengths: tuple[int, ...] = ()
-        self._calls: tuple[ToolCall, ...] = ()
         self._said: str | None = None  # the service's word for its end
         self._extra: Mapping[str, Any] = {}
 
@@ -148,14 +144,8 @@ class RemoteChoice:
         if not (text or thinking or tokens or calls):
             return
         self._first = self._first or time.perf_counter()
-        if tokens and self._tokens:
-            self._lengths += (len(tokens),)
-        self._text += text
-        self._thinking += thinking
-        self._tokens += tokens
-        self._calls += calls
-        self._logprobs += logprobs
-        self.ticket.add(Increment(text, tokens, thinking, calls, logprobs))
+        self._pieces.append(Increment(text, tokens, thinking, calls, logprobs))
+        self.ticket.add(self._pieces[-1])
 
     def _plan(self, cut: FinishReason | None = None) -> Plan:
         """What it adds up to. ``cut`` is why the reader stopped; None: the answer ended by itself.
@@ -168,17 +158,20 @@ class RemoteChoice:
             raise errors.ServiceError(
                 f"the service ended the answer by {reason or self._said!r}, which is not known here"
             )
-        value = json_value(self._text) if options.schema is not None and reason == "stop" else None
-        lengths = tuple(extra.get("accept_lengths", self._lengths))
+        pieces = self._pieces
+        text = "".join(piece.text or "" for piece in pieces)
+        value = json_value(text) if options.schema is not None and reason == "stop" else None
+        counts = [len(piece.tokens) for piece in pieces if piece.tokens]
+        lengths = tuple(extra.get("accept_lengths", counts[1:]))
         first, decoding = (self._first - self._began, now - self._first) if self._first else (0.0, 0.0)
         timings = PlanTimings(0.0, first, first, decoding, now - self._began)  # as seen from here, the queue included
         return Plan(
-            object=json_object(self._text) if options.schema is None else value,
-            text=self._text,
-            thinking=self._thinking,
-            tool_calls=self._calls,
+            object=json_object(text) if options.schema is None else value,
+            text=text,
+            thinking="".join(piece.thinking for piece in pieces),
+            tool_calls=tuple(call for piece in pieces for call in piece.tool_calls),
             malformed=tuple(MalformedToolCall(**one) for one in extra.get("malformed", ())),
-            tokens=self._tokens,
+            tokens=tuple(token for piece in pieces for token in piece.tokens),
             finish_reason=reason,
             prompt_tokens=int(extra.get("prompt_tokens", 0)),
             reused_tokens=int(extra.get("reused_tokens", 0)),
@@ -188,7 +181,7 @@ class RemoteChoice:
             speculative=options.speculative,
             lossy=bool(extra.get("lossy", False)),
             relaxed_tokens=int(extra.get("relaxed_tokens", 0)),
-            logprobs=self._logprobs,
+            logprobs=tuple(one for piece in pieces for one in piece.logprobs),
             prompt_logprobs=self._prompt,
             drafting=Drafting(tuple(extra.get("drafts", ())), tuple(extra.get("accepted_drafts", ()))),
             seed=int(extra.get("seed", options.seed + self._index)),

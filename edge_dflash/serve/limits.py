@@ -126,12 +126,8 @@ def _authorise(scope: Scope, headers: Mapping[str, str], keys: Keys) -> str:
         given = text.strip().encode("utf-8", "replace")
         found = [account for key, account in keys.items() if hmac.compare_digest(given, key.encode())]
         if not found or kind.lower() != "bearer":
-            raise Refusal(
-                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
-                status=401,
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer", "connection": "close"},
-            )
+            why = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+            raise _closing(why, 401, "invalid_api_key", {"www-authenticate": "Bearer"})
         return found[0]
     host = headers.get("host", "")
     if (host.rpartition(":")[0] or host) not in _LOCAL_NAMES and host not in _LOCAL_NAMES:
@@ -150,12 +146,7 @@ async def read_body(service: Service, request: Request, read: Read) -> Any:
     try:
         body = await asyncio.wait_for(_bytes(request, limits.body_bytes), seconds)
     except TimeoutError:
-        raise Refusal(
-            f"the body did not end within {seconds:g} s; send it faster",
-            status=408,
-            code="timeout",
-            headers={"connection": "close"},
-        ) from None
+        raise _closing(f"the body did not end within {seconds:g} s; send it faster", 408, "timeout") from None
     except ClientDisconnect:
         raise Refusal("the client went away", status=408, code="disconnected") from None
     if len(body) <= SMALL:
@@ -165,6 +156,11 @@ async def read_body(service: Service, request: Request, read: Read) -> Any:
         return await service.on_thread(lambda: read(parse_object(body, limits.json_depth), service.config))
 
 
+def _closing(message: str, status: int, code: str, headers: Mapping[str, str] = {}) -> Refusal:
+    """A refusal that ends the connection: nothing more of the request is read."""
+    return Refusal(message, status=status, code=code, headers={**headers, "connection": "close"})
+
+
 def held_if_large(request: Request) -> AbstractAsyncContextManager[None]:
     """What is to be held while more is made of a request's body: the semaphore of large ones, if it is one."""
     return getattr(request.state, "large", nullcontext())
@@ -172,12 +168,7 @@ def held_if_large(request: Request) -> AbstractAsyncContextManager[None]:
 
 async def _bytes(request: Request, limit: int) -> bytes:
     body = bytearray()
-    too_large = Refusal(
-        f"the body has more than {limit} bytes, which is the limit; send less",
-        status=413,
-        code="too_large",
-        headers={"connection": "close"},
-    )
+    too_large = _closing(f"the body has more than {limit} bytes, which is the limit; send less", 413, "too_large")
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > limit):
         raise too_large

@@ -151,26 +151,20 @@ class AnswerStream:
         if token in self._stop:
             return Answer()
         if self._thinking:
-            return self._close_thinking() if token == markers.end_think else self._words([token])
+            return self._turn(thinking=False) if token == markers.end_think else self._words([token])
         if self._call is not None:
             return self._step_call(token)
         if token == markers.tool_call:
-            before = self._text(self._span.end(keep_newlines=False))
             self._call = []
-            return before
+            return self._text(self._span.end(keep_newlines=False))
         if token == markers.think:
-            before = self._text(self._span.end(keep_newlines=False))
-            self._thinking = True
-            self._span = _Span(self._tokenizer.decode, trim_start=True)
-            return before
-        if token == markers.end_think:  # closes nothing
-            return Answer()
-        return self._words([token])
+            return self._turn(thinking=True)
+        return Answer() if token == markers.end_think else self._words([token])  # it closes nothing
 
-    def _close_thinking(self) -> Answer:
+    def _turn(self, *, thinking: bool) -> Answer:
+        """The end of a span; one of the other kind begins."""
         rest = self._text(self._span.end(keep_newlines=False))
-        self._thinking = False
-        self._span = _Span(self._tokenizer.decode, trim_start=True)
+        self._thinking, self._span = thinking, _Span(self._tokenizer.decode, trim_start=True)
         return rest
 
     def _step_call(self, token: int) -> Answer:

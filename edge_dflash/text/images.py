@@ -17,7 +17,7 @@ from edge_dflash.model.specs import VisionSpec
 from edge_dflash.pictures.decode import DEFAULT_LIMITS, Gate, ImageLimits, in_flight
 from edge_dflash.pictures.picture import pictures_of
 from edge_dflash.pictures.pictured import Picture, Placed
-from edge_dflash.text.template import Message, content_text
+from edge_dflash.text.template import TEXT_PART, Message, content_text, text_of
 from edge_dflash.text.tokenizer import Tokenizer
 
 _NAME = "picture:"  # and a digest: an image of a conversation that goes on
@@ -58,26 +58,16 @@ def read_content(
         return content_text(content, where)
     if role not in ROLES:
         raise RequestError(f"{where} of role {short(role)} holds an image; a user shows images")
-    return [
-        _image(part, f"{where}[{at}]", only_urls) if images[at] else _text(part, f"{where}[{at}]", only_urls)
-        for at, part in enumerate(content)
-    ]
+    return [_part(part, f"{where}[{at}]", only_urls, image=images[at]) for at, part in enumerate(content)]
 
 
 def _forms(only_urls: bool) -> str:
     return _URL if only_urls else f'{{"type": "image", "image": ...}} or {_URL}'
 
 
-def _text(part: Any, where: str, only_urls: bool) -> Mapping[str, object]:
-    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        forms = f'give parts {{"type": "text", "text": "..."}} or {_forms(only_urls)}'
-        raise RequestError(f"{where} is {short(part)}; {forms}")
-    if unknown := [key for key in part if key not in ("type", "text")]:
-        raise RequestError(f"{where}.{unknown[0]!s:.60} is unknown here; known are text, type")
-    return {"type": "text", "text": part["text"]}
-
-
-def _image(part: Mapping[str, Any], where: str, only_urls: bool) -> Mapping[str, object]:
+def _part(part: Any, where: str, only_urls: bool, *, image: bool) -> Mapping[str, object]:
+    if not image:
+        return {"type": "text", "text": text_of(part, where, f"give parts {TEXT_PART} or {_forms(only_urls)}")}
     kind = part["type"]
     given = part.get(kind)
     inner = given if kind == "image_url" and isinstance(given, Mapping) else {"url": given}

@@ -23,6 +23,7 @@ from edge_dflash.errors import BundleError, RequestError, short
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, passed to the chat template as it is
 
+TEXT_PART = '{"type": "text", "text": "..."}'
 SOURCE_CHARS = 1 << 20  # of a template
 TEXT_CHARS = 8 << 20  # of a prompt
 CPU_SECONDS = 2.0  # of a processor, for one render, compiling included
@@ -44,16 +45,18 @@ def content_text(content: object, where: str) -> str | None:
         return content
     if not isinstance(content, list | tuple):
         raise RequestError(f"{where} is {short(content)}; give a text, or a list of parts of type text")
-    texts = []
-    for index, part in enumerate(content):
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            accepted = '{"type": "text", "text": "..."}'
-            raise RequestError(f"{where}[{index}] is {short(part)}; this model reads text only, give parts {accepted}")
-        if unknown := [key for key in part if key not in ("type", "text")]:
-            raise RequestError(f"{where}[{index}].{unknown[0]!s:.60} is unknown here; known are text, type")
-        texts.append(text)
-    return "".join(texts)
+    remedy = f"this model reads text only, give parts {TEXT_PART}"
+    return "".join(text_of(part, f"{where}[{index}]", remedy) for index, part in enumerate(content))
+
+
+def text_of(part: object, where: str, remedy: str) -> str:
+    """The text of a TEXT_PART. Raises RequestError, naming ``where``, for another part."""
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+    if not isinstance(part, Mapping) or not isinstance(text, str):
+        raise RequestError(f"{where} is {short(part)}; {remedy}")
+    if unknown := [key for key in part if key not in ("type", "text")]:
+        raise RequestError(f"{where}.{unknown[0]!s:.60} is unknown here; known are text, type")
+    return text
 
 
 def for_templates(message: Message, index: int) -> Message:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from edge_dflash.planner import Planner
 from edge_dflash.runner.recording import mend
 from edge_dflash.text.prompt import Prompter
 from edge_dflash.training.data import TrainingData, TrainingTask
+from edge_dflash.training.workdir import TrainingRun
 
 Way = Literal["greedy", "sampled", "given"]
 STAGE = "answers"
@@ -61,34 +63,23 @@ def prompt_ids(prompter: Prompter, task: TrainingTask) -> tuple[int, ...]:
 
 
 def make_answers(
-    planner: Planner,
-    data: TrainingData,
-    file: Path,
-    *,
-    new_tokens: int,
-    sampled: int = 1,
-    temperature: float = 0.7,
-    progress: Progress = unheard,
+    planner: Planner, data: TrainingData, file: Path, run: TrainingRun, progress: Progress = unheard
 ) -> int:
     """Append the answers that are missing in ``file``; how many tokens were made.
 
-    Tasks to train on are answered greedily and ``sampled`` times by seed, unless they have an answer; held-out ones
+    Tasks to train on are answered greedily and ``run.sampled`` times by seed, unless they have an answer; held-out ones
     greedily. Answers end where the context does; prompts that leave no room are left out. Raises RequestError for a
     task that the bundle cannot be asked, naming its line, and for a file of answers to other data.
     """
     prompter = open_prompter(planner)
     begin_file(file, data)
     done = {one.key for one in read_answers(file)}
-    wanted = list(_wanted(data, sampled))
+    wanted = list(_wanted(data, run.sampled))
     rest = [(task, way, number) for task, way, number in wanted if (task.index, way, number) not in done]
     made, kept, skipped = 0, len(done), len(wanted) - len(rest)
     progress(STAGE, skipped, len(wanted))
     with file.open("ab") as out, ThreadPoolExecutor(2 * planner.shape.lanes) as pool:
-        synced = time.monotonic()
-
-        def ask(task: TrainingTask, way: Way, number: int) -> TargetAnswer | None:
-            return _answer(planner, prompter, data, task, way, number, new_tokens, temperature)
-
+        synced, ask = time.monotonic(), partial(_answer, planner, prompter, data, run)
         try:
             for finished, future in enumerate(as_completed([pool.submit(ask, *one) for one in rest]), skipped + 1):
                 if (answer := future.result()) is not None:
@@ -177,11 +168,10 @@ def _answer(
     planner: Planner,
     prompter: Prompter,
     data: TrainingData,
+    run: TrainingRun,
     task: TrainingTask,
     way: Way,
     number: int,
-    new_tokens: int,
-    temperature: float,
 ) -> TargetAnswer | None:
     """The answer to one prompt; None where it does not fit."""
     try:
@@ -191,9 +181,9 @@ def _answer(
         if way == "given":
             tokens = _given(planner, task)[:room]
         else:
-            options: PlanOptions = {**task.options, "raw": task.raw, "max_new_tokens": min(new_tokens, room)}  # type: ignore[typeddict-item]
+            options: PlanOptions = {**task.options, "raw": task.raw, "max_new_tokens": min(run.new_tokens, room)}  # type: ignore[typeddict-item]
             if way == "sampled":
-                options |= {"temperature": temperature, "seed": task.index * 1009 + number}
+                options |= {"temperature": run.temperature, "seed": task.index * 1009 + number}
             tokens = planner.plan(task.asked, **options).tokens  # the words: a system prompt is computed once
     except RequestError as error:
         raise RequestError(f"{data.path}: line {task.index + 1}: {error}") from None

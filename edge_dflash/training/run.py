@@ -200,20 +200,12 @@ class Training:
 
     def answers(self, bundle: Bundle, data: Sequence[TrainingData]) -> list[tuple[TargetAnswer, ...]]:
         """The target's answers to all prompts, of each file."""
-        run, files = self.run, [self.work.answers(index) for index in range(len(data))]
+        files = [self.work.answers(index) for index in range(len(data))]
         with self.planner(bundle) as planner:
             if not any(file.exists() for file in files) and (told := self.forecast(planner, bundle, data)):
                 self.say(f"{told.time}; fewer --prompts, --sampled, --evaluated or --new-tokens make it shorter")
             for each, file in zip(data, files, strict=True):
-                make_answers(
-                    planner,
-                    each,
-                    file,
-                    new_tokens=run.new_tokens,
-                    sampled=run.sampled,
-                    temperature=run.temperature,
-                    progress=self.progress,
-                )
+                make_answers(planner, each, file, self.run, self.progress)
         found = [read_answers(file) for file in files]
         for each, made in zip(data, found, strict=True):
             if missing := len(each.tasks) - len({one.task for one in made}):

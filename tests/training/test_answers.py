@@ -13,12 +13,14 @@ from fakes import TEXT_SHAPE, FakeBackend
 from text_support import write_tokenizer
 from training_support import SCHEMA, TOOL
 
+from edge_dflash.common.progress import unheard
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.text.prompt import Prompter
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.training.answers import make_answers, prompt_ids, read_answers
 from edge_dflash.training.data import read_mixture, read_tasks
+from edge_dflash.training.workdir import TrainingRun
 
 CHILD = """
 import sys
@@ -58,8 +60,9 @@ def opened(folder, backend=None, **settings):
     return Planner(backend, tokenizer, [5, tokenizer.eos_token_id], fallback=False, **settings)
 
 
-def asked(planner, data, file, new_tokens=8, **changes):
-    return make_answers(planner, data, file, new_tokens=new_tokens, **{"sampled": 2, **changes})
+def asked(planner, data, file, new_tokens=8, progress=unheard, **changes):
+    run = TrainingRun(Path(), (), Path(), new_tokens=new_tokens, **{"sampled": 2, **changes})
+    return make_answers(planner, data, file, run, progress)
 
 
 @pytest.fixture

@@ -193,14 +193,8 @@ class Graphs:
         self._kernels.sampler.choose(self._buffers.sampling, self._buffers.logits, ids, block, Span(rows, self.slots))
 
     def _accept(
-        self,
-        drafts: DevicePointer,
-        rows: int,
-        pattern: DevicePointer,
-        valid: DevicePointer,
-        apart: int,
-        valid_apart: int,
+        self, drafts: DevicePointer, rows: int, pattern: DevicePointer, valid: DevicePointer, **apart: Any
     ) -> None:
-        buffers, slots = self._buffers, self.slots
+        buffers = self._buffers
         what = (drafts, buffers.choices, rows, buffers.control, self._host.found, buffers.clock, pattern, valid)
-        self._kernels.cycle.accept(*what, slots=slots, apart=apart, valid_apart=valid_apart)
+        self._kernels.cycle.accept(*what, slots=self.slots, **apart)

@@ -7,13 +7,15 @@ the recurrent states only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.kernels.attend import AttendShape, KvMemory
 from edge_dflash.backends.cuda.kernels.delta import DeltaLayer, DeltaShape
+from edge_dflash.backends.cuda.kernels.source import find
 from edge_dflash.backends.cuda.memory import Allocator, Array, DevicePointer
 from edge_dflash.backends.cuda.rotary import RotaryTables
 from edge_dflash.decode.backend import Precision, Snapshot
@@ -21,6 +23,8 @@ from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Attend, GatedDelta, KvAppend
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import RopeSpec
+
+_Shape = TypeVar("_Shape", AttendShape, DeltaShape)
 
 
 @dataclass(frozen=True)
@@ -104,21 +108,7 @@ class States:
         kv = self._precision.kv
         if kv == "float32":
             raise BackendError("kv is 'float32'; the native backend stores fp8 or bfloat16")
-        shape = AttendShape(
-            heads=op.heads,
-            kv_heads=op.kv_heads,
-            head_dim=op.head_dim,
-            rope_dims=op.rope.dims,
-            eps=op.eps,
-            max_context=self._sizes.max_context,
-            rows=self._sizes.rows,
-            prefill_rows=self._sizes.prefill_rows,
-            gated=op.gated,
-            bidirectional=op.bidirectional,
-            window=op.window,
-            kv=kv,
-            lanes=self._sizes.lanes,
-        )
+        shape = _shape(AttendShape, self._sizes, op, rope_dims=op.rope.dims, kv=kv)
         if (tables := self._rotary.get(op.rope)) is None:
             tables = self._rotary[op.rope] = RotaryTables(op.rope, shape.kv_rows, shape.lanes, self._memory)
         k_scale, v_scale = scales if kv == "fp8" else (1.0, 1.0)
@@ -136,17 +126,7 @@ class States:
         )
 
     def _add_delta(self, op: GatedDelta) -> None:
-        shape = DeltaShape(
-            key_heads=op.key_heads,
-            value_heads=op.value_heads,
-            key_dim=op.key_dim,
-            value_dim=op.value_dim,
-            conv_kernel=op.conv_kernel,
-            eps=op.eps,
-            rows=self._sizes.rows,
-            prefill_rows=self._sizes.prefill_rows,
-            lanes=self._sizes.lanes,
-        )
+        shape = _shape(DeltaShape, self._sizes, op)
         tape_u, tape_gates = shape.tape_bytes
         memory, lanes = self._memory, shape.lanes
         self.delta_shapes[op.state] = shape
@@ -161,6 +141,11 @@ class States:
             dt_bias=memory.put("vectors", self._vector(op.dt_bias)),
             norm=self.norm(op.norm, plus_one=False),
         )
+
+
+def _shape(kind: type[_Shape], *records: object, **values: Any) -> _Shape:
+    """A shape, each field from ``values`` or from the first of ``records`` that has it."""
+    return kind(**{each.name: find(each.name, records, values) for each in fields(kind)})
 
 
 def read_states(gpu: Gpu, states: States, lane: int, length: int) -> dict[str, Array]:

@@ -53,7 +53,7 @@ class Signature:
 
     def __call__(self, *records: object, **values: Any) -> tuple[Argument, ...]:
         """Arguments, each from ``values`` or from the first of ``records`` that has it."""
-        return tuple(_fit(name, pointer, _find(name, records, values)) for name, pointer in self._parameters)
+        return tuple(_fit(name, pointer, find(name, records, values)) for name, pointer in self._parameters)
 
 
 class KernelFace:
@@ -80,7 +80,7 @@ class Struct(ctypes.Structure):
         """
         made = cls()
         for name, kind in cls._fields_:
-            value = _find(name, records, values)
+            value = find(name, records, values)
             if issubclass(kind, ctypes.Array):
                 pointers = kind._type_ is ctypes.c_void_p
                 getattr(made, name)[: len(value)] = [_word(name, kind._type_, x) for x in value] if pointers else value
@@ -121,14 +121,15 @@ def _size(text: str, product: str) -> int:
     return math.prod(int(one if isinstance(one, str) else one[1]) for one in factors if one)
 
 
-def _find(name: str, records: Sequence[object], values: Mapping[str, Any]) -> Any:
+def find(name: str, records: Sequence[object], values: Mapping[str, Any]) -> Any:
+    """What ``values`` or the first of ``records`` that has it gives for a name; of a matrix its stride, too."""
     if name in values:
         return values[name]
     for record in records:
         if hasattr(record, name):
             return getattr(record, name)
     if name.endswith("_stride"):
-        matrix = _find(name.removesuffix("_stride"), records, values)
+        matrix = find(name.removesuffix("_stride"), records, values)
         if isinstance(matrix, Matrix):
             return matrix.stride
         if isinstance(matrix, Sequence):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.kernels.tower import check_tower, most_patches
@@ -142,7 +142,7 @@ class EngineOps(Launches):
     def load_tower(self, memory: Allocator, layout: TowerLayout) -> Tower:
         """Bind a context of the tower's engine."""
         assert self._engines is not None
-        return EngineTower(self._gpu, layout, self._weights, self._cubin, memory, self._engines)
+        return EngineTower(self._engines, self._gpu, layout, self._weights, self._cubin, memory)
 
 
 @dataclass(frozen=True)
@@ -170,17 +170,10 @@ class EngineTowerLayout(TowerLayout):
 class EngineTower(Tower):
     """The tower of a loaded target; its engine is loaded."""
 
-    def __init__(
-        self,
-        gpu: Gpu,
-        layout: TowerLayout,
-        weights: NativeWeights,
-        cubin: Callable[[str], bytes],
-        memory: Allocator,
-        engines: Engines,
-    ) -> None:
+    def __init__(self, engines: Engines, *given: Any) -> None:
+        """``given``: as for Tower."""
         self._engines = engines
-        super().__init__(gpu, layout, weights, cubin, memory)
+        super().__init__(*given)
 
     def _load(self, weights: NativeWeights, cubin: Callable[[str], bytes], memory: Allocator) -> None:
         places = {name: self._matrix(name).pointer for name in self._layout.places} | dict(self._tables)
