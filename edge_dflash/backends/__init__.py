@@ -5,13 +5,16 @@ A backend is a folder here, a row of ``LOADERS``, and one of :data:`edge_dflash.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from edge_dflash.board.linux import drop_page_cache
 from edge_dflash.decode.backend import Backend
 from edge_dflash.errors import BackendError
+from edge_dflash.model import pair_programs
 
 SMALL_MODEL = 1024  # hidden size up to which torch runs on one thread: more would mostly wait for each other
 
@@ -47,6 +50,12 @@ def _reference(bundle: Bundle, name: str, pair: PairSpec, lanes: int) -> Backend
             f"the {name} backend needs {error.name}; install it with: pip install 'edge-dflash[build]'"
         ) from None
     manifest = bundle.manifest
+    needed = 4 * sum(prod(weight.shape) for weight in pair_programs(pair).weights.values())
+    if needed > (held := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        raise BackendError(
+            f"{bundle.path}: the reference backend holds weights as float32, {needed / 1e9:,.1f} GB, this machine has "
+            f"{held / 1e9:,.1f} GB; build the bundle for a GPU, or run it on a larger machine"
+        )
     if bundle.pair.target.hidden_size <= SMALL_MODEL:
         torch.set_num_threads(1)
     return ReferenceBackend(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from cli_support import PAIR, last_json
@@ -91,6 +92,13 @@ def test_a_bundle_that_does_not_run_here_is_measured_alone(cli, bundle, source, 
     code, out, _ = cli("verify", bundle, "--quality", source)
     assert (code, out.splitlines()[-1]) == (0, "lossless: not known, the bundle does not run here")
     assert cli("verify", bundle)[0] == 7
+
+
+def test_a_bundle_too_large_for_the_reference_is_measured_alone(cli, bundle, source, monkeypatch):
+    monkeypatch.setattr("edge_dflash.backends.os", SimpleNamespace(sysconf=lambda name: 1000))  # pages of 1000 bytes
+    code, out, err = cli("verify", bundle, "--quality", source, "--json")
+    assert (code, last_json(out)["lossless"]) == (0, None)
+    assert "holds weights as float32, 0.0 GB, this machine has 0.0 GB" in err
 
 
 def test_a_build_measures_and_repeats_its_bytes(cli, golden, tmp_path):
