@@ -198,25 +198,6 @@ class _Outcome:
             raise VerificationError(f"{'; '.join(self.faults)}; build or copy the bundle again")
 
 
-@dataclass(frozen=True)
-class _Unrun:
-    """What was found of a bundle that does not run here."""
-
-    quality: Quality
-
-    summary = "lossless: not known, the bundle does not run here"
-
-    def to_json(self) -> dict[str, Any]:
-        """The JSON object."""
-        known: dict[str, Any] = {"lossless": None, "summary": self.summary, "ok": True, "differences": []}
-        return {**known, "quality": encode(self.quality)}
-
-    def show(self) -> None:
-        """Print it for people."""
-        show(quality_table(self.quality))
-        print(self.summary, flush=True)
-
-
 def _verify_bundle(
     bundle: Path,
     report: Path | None,
@@ -241,7 +222,7 @@ def _verify_bundle(
         if measured is None:
             raise
         say(f"only the quality is measured: {error}")
-        return _tell(bundle, _Unrun(measured(None)), report, json)
+        return _tell_quality(bundle, measured(None), report, json)
     with planner:
         tasks = given if given is not None else default_prompts(planner, max_new_tokens, bundle)
         ids = [planner.encode(task) for task in tasks[:count]]
@@ -252,20 +233,28 @@ def _verify_bundle(
         mixes = verify_mixes(planner, watching, ids, max_new_tokens, say) if planner.shape.lanes > 1 else None
         quality = None if measured is None else measured(planner.backend)
     outcome = _Outcome(result, recorded, self_test, drafting, mixes, quality)
-    _tell(bundle, outcome, report, json)
-    outcome.check()
-
-
-def _tell(bundle: Path, outcome: _Outcome | _Unrun, report: Path | None, json: bool) -> None:
-    """Say and write what was found."""
     found = outcome.to_json()
     if json:
         emit_json(found)
     else:
         outcome.show()
     if report is not None:
-        runs = found["ok"] and isinstance(outcome, _Outcome)
-        write_report(report, bundle, found, _bench(bundle) if runs else None, _doctor(bundle))
+        write_report(report, bundle, found, _bench(bundle) if found["ok"] else None, _doctor(bundle))
+        say(f"wrote {report}")
+    outcome.check()
+
+
+def _tell_quality(bundle: Path, quality: Quality, report: Path | None, json: bool) -> None:
+    """Say and write what was found of a bundle that does not run here."""
+    summary = "lossless: not known, the bundle does not run here"
+    found = {"lossless": None, "summary": summary, "ok": True, "differences": [], "quality": encode(quality)}
+    if json:
+        emit_json(found)
+    else:
+        show(quality_table(quality))
+        print(summary, flush=True)
+    if report is not None:
+        write_report(report, bundle, found, None, _doctor(bundle))
         say(f"wrote {report}")
 
 

@@ -44,7 +44,7 @@ _BACKEND_LOGITS = 1 << 26  # of a backend that are held at once
 _READ = 8e-9  # seconds for each value of a weight, to read and widen it
 _LAYERS = 10  # that are shown
 _HEAD = 1 << 20  # bytes of a file that its fingerprint covers, besides its size
-_FREE = ("tied", "eos_token_ids", "max_position_embeddings", "vision")  # fields in which a source may differ
+_FREE = ("tied", "eos_token_ids", "max_position_embeddings")  # fields in which a source may differ
 Say = Callable[[str], None]
 
 
@@ -96,13 +96,14 @@ class SourceModel:
     @classmethod
     def open(cls, directory: Path, bundle: PairSpec) -> SourceModel:
         """Raises RequestError for a checkpoint of another model, CheckpointError for a damaged one."""
-        found, pair, digest, stamps = checkpoint_pair(directory, None).target, _target(bundle), hashlib.sha256(), ""
+        found, pair = _target(checkpoint_pair(directory, None)).target, _target(bundle)
         for name in (one.name for one in fields(found) if one.name not in _FREE):
             if (its := getattr(found, name)) != (mine := getattr(pair.target, name)):
                 raise RequestError(
                     f"{directory}: {name} is {short(its)}, that of the bundle's target {short(mine)}; give --quality "
                     "the checkpoint that the bundle was made from"
                 )
+        digest, stamps = hashlib.sha256(), ""
         for path in sorted((*directory.glob("*.safetensors"), directory / "config.json")):
             with path.open("rb") as file:
                 digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(_HEAD))
@@ -155,12 +156,14 @@ def measure(
         run = Run(passes, Stores(source.store, bundle, kv, release), ids, variants, device=device, folder=folder)
         found = run.compared(progress)
         own = None if backend is None else _of_backend(bundle, backend, run, texts)
+    answered = sum(text.places.count("prompt") < len(text.ids) for text in texts)
+    whose = "given" if backend is None else "given, or the bundle's own, greedy"
     protocol = Protocol(
         version=__version__,
         source=source.digest,
         texts=given.fingerprint(texts),
         prompts=prompts.origin,
-        answers=_whose(texts, backend),
+        answers=f"{whose}: {answered} of {len(texts)}" if answered else "none: no backend of the bundle runs here",
         sequences=len(texts),
         unit_tokens=min(one.rows for one in variants.values()),
     )
@@ -281,12 +284,6 @@ def _of_backend(bundle: Bundle, backend: Backend, run: Run, texts: Sequence[Text
 def _chunks(ids: Sequence[int], rows: int) -> list[list[int]]:
     """All ids but the last, which no row is computed for, ``rows`` at a time."""
     return [list(ids[at : min(at + rows, len(ids) - 1)]) for at in range(0, len(ids) - 1, rows)]
-
-
-def _whose(texts: Sequence[Text], backend: Backend | None) -> str:
-    answered = sum(text.places.count("prompt") < len(text.ids) for text in texts)
-    whose = "given" if backend is None else "given, or the bundle's own, greedy"
-    return f"{whose}: {answered} of {len(texts)}" if answered else "none: no backend of the bundle runs here"
 
 
 @contextmanager

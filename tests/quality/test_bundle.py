@@ -18,7 +18,7 @@ from edge_dflash.bundle.manifest import QUALITY, fingerprint
 from edge_dflash.bundle.reader import Bundle, read_manifest
 from edge_dflash.common.files import locked
 from edge_dflash.common.progress import unheard
-from edge_dflash.demo.tasks import TARGET
+from edge_dflash.demo.tasks import TARGET, assemble
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.quality import bundle as module
@@ -26,6 +26,7 @@ from edge_dflash.quality.bundle import SourceModel, TaskSet, keep, measure
 from edge_dflash.quality.measure import ALL, Run, Stores, all_variants
 from edge_dflash.quality.report import dump_quality, read_quality
 from edge_dflash.quality.stream import Passes
+from edge_dflash.weights.checkpoint import checkpoint_pair
 
 TASKS = [
     [{"role": "user", "content": "Tidy up."}, {"role": "assistant", "content": 'Done: {"goal": "tidy"}'}],
@@ -153,6 +154,15 @@ def test_a_source_of_another_model_is_refused_by_name(bundle):
         measured(bundle, GOLDEN / "qwen3-tiny")
     with pytest.raises(RequestError, match=r"qwen3_5-tiny: vocab_size is "):
         measured(bundle, GOLDEN / "qwen3_5-tiny")
+
+
+def test_eyes_are_left_out(tmp_path, bundle):
+    assemble(tmp_path / "sees")
+    sees = checkpoint_pair(tmp_path / "sees", None)
+    assert sees.target.vision
+    opened = [SourceModel.open(path, pair) for path, pair in ((tmp_path / "sees", bundle.pair), (TARGET, sees))]
+    assert opened[0].digest != opened[1].digest
+    assert opened[0].store.get("target.norm").shape == (256,)
 
 
 def test_stacked_weights_are_read_as_they_were(tmp_path):

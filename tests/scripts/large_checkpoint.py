@@ -46,6 +46,7 @@ def write_shard(path: Path, tensors: dict[str, tuple[int, ...]], block: np.ndarr
         for shape in tensors.values():
             if len(shape) > 1 and block is not None:
                 scaled = block - np.uint16(round(math.log2(shape[-1]) / 2) << 7)  # of exponents
+                scaled[block == 0] = 0  # what would become huge
                 for first in range(0, math.prod(shape), BLOCK):
                     file.write(scaled[: min(BLOCK, math.prod(shape) - first)].tobytes())
             elif len(shape) > 1:
