@@ -108,8 +108,10 @@ def verify(
     if bundle is not None:
         drawn = _drawn(report, quality, plot)
         _verify_bundle(bundle, report, prompts, count, max_new_tokens, lanes, json, quality, drawn)
-    elif report or quality or plot:
-        raise RequestError("--report, --quality and --plot belong to BUNDLE; leave them out with --golden")
+    elif given_too := next(
+        (name for name, one in (("report", report), ("quality", quality), ("plot", plot)) if one), ""
+    ):
+        raise RequestError(f"--{given_too} belongs to BUNDLE; leave it out with --golden")
     elif checkpoint is None or drafter is None or golden is None:
         raise RequestError("--golden needs --checkpoint and --drafter, the directories of the two checkpoints")
     else:

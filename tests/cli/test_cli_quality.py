@@ -130,7 +130,7 @@ def test_a_build_measures_and_repeats_its_bytes(cli, golden, tmp_path):
         (("verify", "BUNDLE", "--plot", "x.svg"), "--plot draws what --quality measures"),
         (("verify", "BUNDLE", "--quality", "SOURCE", "--plot", "nowhere/x.svg"), "is no file in a directory"),
         (("verify", "BUNDLE", "--quality", "nowhere"), "nowhere"),
-        (("verify", "--golden", "x", "--quality", "SOURCE"), "belong to BUNDLE"),
+        (("verify", "--golden", "x", "--quality", "SOURCE"), "--quality belongs to BUNDLE"),
         (("build", "--target", "BUNDLE", "--output", "x", "--quality"), "--target is a bundle"),
         (
             ("build", "--target", "SOURCE", "--output", "x", "--prompts", "y"),
