@@ -74,7 +74,6 @@ def verify(
     greedily and sampled; tokens and the state of both models must be equal bit for bit. What the build recorded as the
     bundle's self-test is replayed, and its prompt is decoded: the drafter must accept 0.7 of what it accepted at build,
     in all and at each position. A line of --prompts holds {"ids": [...]}, {"text": "..."} or {"messages": [...]}.
-
     With several lanes, random mixes of requests are compared with each request alone.
 
     --report FILE makes one JSON file to attach to a report: these checks, a short benchmark, what the doctor finds, the
