@@ -104,21 +104,20 @@ def verify(
     given = (checkpoint, drafter, golden)
     if (bundle is None) == (golden is None) or (bundle is not None and any(given)):
         raise RequestError("give BUNDLE, or --checkpoint, --drafter and --golden")
+    drawn = _drawn(bundle, report, quality, plot)
     if bundle is not None:
-        drawn = _drawn(report, quality, plot)
         _verify_bundle(bundle, report, prompts, count, max_new_tokens, lanes, json, quality, drawn)
-    elif given_too := next(
-        (name for name, one in (("report", report), ("quality", quality), ("plot", plot)) if one), ""
-    ):
-        raise RequestError(f"--{given_too} belongs to BUNDLE; leave it out with --golden")
     elif checkpoint is None or drafter is None or golden is None:
         raise RequestError("--golden needs --checkpoint and --drafter, the directories of the two checkpoints")
     else:
         _verify_golden(verify_golden(checkpoint, given_drafter(drafter), golden), json)
 
 
-def _drawn(report: Path | None, quality: Path | None, plot: Path | None) -> Path | None:
-    """The file of the plot. Raises RequestError for one, or a report, that cannot be written."""
+def _drawn(bundle: Path | None, report: Path | None, quality: Path | None, plot: Path | None) -> Path | None:
+    """The file of the plot. Raises RequestError for one, or a report, that cannot be written or has no bundle."""
+    asked = {"--report": report, "--quality": quality, "--plot": plot}
+    if bundle is None and (odd := next((option for option, given in asked.items() if given), None)):
+        raise RequestError(f"{odd} belongs to BUNDLE; leave it out with --golden")
     if plot is not None and quality is None:
         raise RequestError("--plot draws what --quality measures; give that too")
     drawn = plot or (report.with_suffix(".svg") if report and quality else None)
