@@ -127,7 +127,7 @@ class Told:
         self._tokens, self._words = tokens, (vocab_size + 31) // 32
 
     def drafts(self, rows: Rows, position: int) -> list[int]:
-        """No drafter is asked."""
+        """Those that are known: no drafter is asked."""
         return list(self._tokens[:-1])
 
     def masks(self, drafts: Sequence[int]) -> list[Packed | None]:

@@ -14,6 +14,7 @@ import pytest
 from fakes import SHAPE, TEXT_SHAPE, FakeBackend
 from golden_pairs import ENGINE, FLOAT32, NAMES, backend, golden
 from planner_support import Gate, Slow
+from service_support import until
 from text_support import thinking_tokenizer
 
 from edge_dflash import ContextError, QueueFullError, RequestCancelledError, RequestError, Score
@@ -129,6 +130,23 @@ class TestOthers:
         assert scores[3].logprobs == alone(name).logprobs[: len(prompt(name)) - 1]
         assert stats.misses <= 3  # those that scored looked for nothing
 
+    def test_several_share_their_passes(self):
+        name, lanes, found = NAMES[1], [], []
+
+        class Watching(Observer):
+            def passed(self, count, rows):
+                lanes.append(count)
+
+        gate = Gate(backend(name, ENGINE, lanes=3))
+        with Planner(gate, observer=Watching()) as planner:
+            thread = threading.Thread(target=lambda: found.extend(planner.score([list(whole(name))] * 3)))
+            thread.start()
+            until(lambda: gate.reached.is_set() and len(planner._engine._running) + planner.waiting == 3)
+            gate.open.set()
+            thread.join(60)
+        assert max(lanes) == 3
+        assert [one.logprobs for one in found] == [alone(name).logprobs] * 3
+
     def test_a_more_urgent_request_takes_the_lane_in_the_middle(self):
         name, gate = NAMES[1], Gate(backend(NAMES[1], ENGINE), free=4)
         with Planner(gate) as planner:
@@ -184,6 +202,16 @@ class TestTexts:
                 planner.encode(one, raw=True) for one in (text, "hello")
             ]
             assert b"".join(one.text for one in score.logprobs) == text[1:].encode()
+
+    def test_a_known_prefix_hides_nothing_of_it(self, tmp_path):
+        messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+        with _texts(tmp_path, prefix_bytes=1 << 20) as planner, _texts(tmp_path / "other") as other:
+            assert planner.plan(messages, max_new_tokens=2).reused_tokens == 0
+            assert planner.plan(messages, max_new_tokens=2).reused_tokens > 0
+            score = planner.score(messages)
+            assert len(score.logprobs) == len(score.tokens) - 1
+            assert score.logprobs == other.score(messages).logprobs
+            assert planner.prefixes.entries == 1
 
     def test_stop_texts_and_forms_begin_behind_the_prompt(self, tmp_path):
         with _texts(tmp_path) as planner:
