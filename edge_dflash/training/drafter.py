@@ -5,7 +5,8 @@ and blocks lie side by side in one attention, and nothing is stored between pass
 and stay as they are.
 
 Weights and keys are rounded as a bundle holds them on the way forward, and gradients pass through: equal to the
-functions of :mod:`edge_dflash.weights.quantize` followed by dequantization, on any device.
+functions of :mod:`edge_dflash.weights.quantize` followed by dequantization, on any device. NVFP4 block scales are those
+of max / 6; a bundle whose scales were searched holds values that are nearer to the weights.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from golden_pairs import EXPERTS, FLOAT32, NAMES, WALKS, backend, pair, store
+from golden_pairs import EXPERTS, FLOAT32, NAMES, WALKS, backend, directories, pair, store
 from training_support import drafter_of, module, taps_of, weights_of
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
+from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.model.specs import DrafterLayerMask
 from edge_dflash.training.drafter import HEAD, BlockDrafter, fake_weight
@@ -119,8 +120,10 @@ def test_tokens_that_cannot_be_drafted_cost_nothing():
     assert loss(other) == 0
 
 
-def test_a_quantized_drafter_has_the_matrices_of_its_bundle_and_rounds_keys_and_values(ids_bundle):
-    name, bundle = "qwen3_5", Bundle.open(ids_bundle)
+def test_a_quantized_drafter_has_the_matrices_of_its_bundle_and_rounds_keys_and_values(tmp_path):
+    name = "qwen3_5"
+    config = BuildConfig(*directories(name), tmp_path / "bundle", calibrate=False, rounding="max")
+    bundle = Bundle.open(build(config).bundle)
     kept, held = weights_of(name), drafter_of(bundle).weights()
     one = BlockDrafter(pair(name), kept, bundle.manifest.weights)
     built, wide = (BlockDrafter(pair(name), kept | held, fp8_kv=fp8) for fp8 in (True, False))
