@@ -10,16 +10,7 @@ import typer
 
 from edge_dflash.cli.output import Json, emit_json, say
 from edge_dflash.cli.usage import Command, opt, switch
-from edge_dflash.install.service import (
-    KEEP,
-    InstallOptions,
-    Outcome,
-    install,
-    left_to_build,
-    next_step,
-    remove,
-    rollback,
-)
+from edge_dflash.install import service as installed
 
 service = typer.Typer(
     help="Install, upgrade, roll back and remove the systemd service. docs/thor.md shows every step.",
@@ -50,7 +41,7 @@ def install_command(
     bundle: Given,
     root: Root = Path("/"),
     program: Program = None,
-    keep: Keep = KEEP,
+    keep: Keep = installed.KEEP,
     tcp: Tcp = None,
     activation: Activation = None,
     start: Start = True,
@@ -64,11 +55,11 @@ def install_command(
 
     JSON keys: release, previous, releases, written, removed, started.
     """
-    if line := left_to_build(bundle):
+    if line := installed.left_to_build(bundle):
         say(line)
-    outcome = install(bundle, root, InstallOptions(keep, tcp, activation, start), program=program)
+    outcome = installed.install(bundle, root, installed.InstallOptions(keep, tcp, activation, start), program=program)
     _show(outcome, json, f"{outcome.release} is installed" + (" and ready" if outcome.started else ""))
-    for line in next_step(root, program):
+    for line in installed.next_step(root, program):
         say(line)
 
 
@@ -78,7 +69,7 @@ def rollback_command(root: Root = Path("/"), start: Start = True, json: Json = F
 
     JSON keys: as of install.
     """
-    outcome = rollback(root, start=start)
+    outcome = installed.rollback(root, start=start)
     _show(outcome, json, f"{outcome.release} is current again" + (" and ready" if outcome.started else ""))
 
 
@@ -88,11 +79,11 @@ def remove_command(root: Root = Path("/"), purge: Purge = False, json: Json = Fa
 
     JSON keys: as of install.
     """
-    outcome = remove(root, purge=purge)
+    outcome = installed.remove(root, purge=purge)
     _show(outcome, json, "the service is removed" if outcome.removed else "nothing was installed")
 
 
-def _show(outcome: Outcome, json: bool, line: str) -> None:
+def _show(outcome: installed.Outcome, json: bool, line: str) -> None:
     if json:
         emit_json(asdict(outcome))
         return

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
-from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome, Rows, Snapshot
+from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome
 from edge_dflash.decode.cycle import host_cycle, host_cycles
 from edge_dflash.decode.shape import PairShape
-from edge_dflash.decode.tree import Parents
-from edge_dflash.pictures.pictured import Picture, Seen, Sight
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _passed_on(method: _Method) -> _Method:
+    """A method of Backend, as the other backend has it."""
+
+    def call(self: Delegate, *given: Any, **named: Any) -> Any:
+        return getattr(self._backend, method.__name__)(*given, **named)
+
+    return cast("_Method", call)
 
 
 class Delegate:
@@ -22,21 +32,11 @@ class Delegate:
         """Sizes of the loaded pair."""
         return self._backend.shape
 
-    def length(self, lane: int = 0) -> int:
-        """Number of committed rows."""
-        return self._backend.length(lane)
-
-    def reset(self, lane: int = 0) -> None:
-        """Forget the sequence."""
-        self._backend.reset(lane)
-
-    def see(self, picture: Picture) -> Seen:
-        """See Backend."""
-        return self._backend.see(picture)
-
-    def prefill(self, ids: Sequence[int], lane: int = 0, sight: Sight | None = None) -> Rows:
-        """See Backend."""
-        return self._backend.prefill(ids, lane, sight)
+    length, reset, see = _passed_on(Backend.length), _passed_on(Backend.reset), _passed_on(Backend.see)
+    prefill, propose = _passed_on(Backend.prefill), _passed_on(Backend.propose)
+    verify, commit, flush = _passed_on(Backend.verify), _passed_on(Backend.commit), _passed_on(Backend.flush)
+    copy, close = _passed_on(Backend.copy), _passed_on(Backend.close)
+    snapshot, restore = _passed_on(Backend.snapshot), _passed_on(Backend.restore)
 
     def cycle(self, asked: Asked) -> Cycle:
         """See Backend. Made of this backend's own passes, so that a subclass may replace one."""
@@ -45,35 +45,3 @@ class Delegate:
     def cycles(self, asked: Sequence[Asked]) -> list[Outcome]:
         """See Backend. Made of this backend's own cycles."""
         return host_cycles(self, asked)
-
-    def copy(self, source: int, target: int) -> None:
-        """See Backend."""
-        self._backend.copy(source, target)
-
-    def propose(self, anchor: int, lane: int = 0) -> Rows:
-        """See Backend."""
-        return self._backend.propose(anchor, lane)
-
-    def verify(self, ids: Sequence[int], lane: int = 0, parents: Parents | None = None) -> Rows:
-        """See Backend."""
-        return self._backend.verify(ids, lane, parents)
-
-    def commit(self, rows: int, lane: int = 0, path: Sequence[int] | None = None) -> None:
-        """See Backend."""
-        self._backend.commit(rows, lane, path)
-
-    def flush(self, lane: int = 0) -> None:
-        """See Backend."""
-        self._backend.flush(lane)
-
-    def snapshot(self, lane: int = 0) -> Snapshot:
-        """See Backend."""
-        return self._backend.snapshot(lane)
-
-    def restore(self, snapshot: Snapshot, lane: int = 0) -> None:
-        """See Backend."""
-        self._backend.restore(snapshot, lane)
-
-    def close(self) -> None:
-        """See Backend."""
-        self._backend.close()

@@ -22,28 +22,13 @@ from starlette.types import ASGIApp
 from edge_dflash.common.rules import Schema
 from edge_dflash.decode.shape import PairShape
 from edge_dflash.serve import bodies, completions, replies
+from edge_dflash.serve import openapi as api
 from edge_dflash.serve.bodies import COUNT, NAME, STRING, exactly
 from edge_dflash.serve.calls import encoded
 from edge_dflash.serve.errors import Refusal, dump, json_response, refusal
 from edge_dflash.serve.limits import Guard, Keys, held_if_large, read_body
 from edge_dflash.serve.logs import RequestLog
 from edge_dflash.serve.metrics import CONTENT_TYPE
-from edge_dflash.serve.openapi import (
-    BOOLEAN,
-    IDS,
-    NAMED,
-    NUMBER,
-    RUNS,
-    STORED,
-    TAKEN,
-    WITH_BODY,
-    Operation,
-    document,
-    list_of,
-    operation,
-    or_null,
-    ref,
-)
 from edge_dflash.serve.service import Service, State
 
 _PIECE = 8192  # token ids that are written at once
@@ -64,11 +49,11 @@ def make_app(service: Service, keys: Keys | None = None) -> Starlette:
         ],
     )
     app.router.redirect_slashes = False  # a path that does not exist is answered as such
-    app.state.document = dump(document(OPERATIONS, SCHEMAS, service.config, key=bool(keys)))
+    app.state.document = dump(api.document(OPERATIONS, SCHEMAS, service.config, key=bool(keys)))
     return app
 
 
-def _route(service: Service, path: str, operations: list[Operation]) -> Route:
+def _route(service: Service, path: str, operations: list[api.Operation]) -> Route:
     """All methods of a path, so that a refusal of another names them all; errors raised on purpose become answers."""
     handlers = {one.method: one.handler for one in operations}
 
@@ -101,12 +86,12 @@ async def _defect(request: Request, error: Exception) -> Any:
 # Texts and the model --------------------------------------------------------------------------------------------------
 
 
-@operation(
+@api.operation(
     "POST",
     "/v1/edge_dflash/encode",
     "Token ids of messages or of a text.",
-    ref("Tokens"),
-    WITH_BODY,
+    api.ref("Tokens"),
+    api.WITH_BODY,
     body=lambda new_tokens: bodies.ENCODE,
 )
 async def encode(service: Service, request: Request) -> ASGIApp:
@@ -123,14 +108,14 @@ async def encode(service: Service, request: Request) -> ASGIApp:
         return Response(await service.on_thread(made), media_type="application/json")
 
 
-@operation("GET", "/v1/models", "The one model.", ref("ModelList"))
+@api.operation("GET", "/v1/models", "The one model.", api.ref("ModelList"))
 async def models(service: Service, request: Request) -> ASGIApp:
     """A list of one."""
     return json_response({"object": "list", "data": [_card(service)]})
 
 
-@operation(
-    "GET", "/v1/models/{name:path}", "The model, with its sizes.", ref("Model"), {404: "There is no such model."}
+@api.operation(
+    "GET", "/v1/models/{name:path}", "The model, with its sizes.", api.ref("Model"), {404: "There is no such model."}
 )
 async def model(service: Service, request: Request) -> ASGIApp:
     """The model of that name."""
@@ -155,26 +140,26 @@ def _card(service: Service) -> dict[str, Any]:
 # The service ----------------------------------------------------------------------------------------------------------
 
 
-@operation("GET", "/health", "Whether the engine gets on.", ref("Health"), unready=True)
+@api.operation("GET", "/health", "Whether the engine gets on.", api.ref("Health"), unready=True)
 async def health(service: Service, request: Request) -> ASGIApp:
     """200 while the engine gets on or has nothing to do."""
     said = service.health()
     return json_response(said, 200 if said["status"] == "ok" else 503)
 
 
-@operation("GET", "/ready", "Whether requests are taken.", ref("Ready"), unready=True)
+@api.operation("GET", "/ready", "Whether requests are taken.", api.ref("Ready"), unready=True)
 async def ready(service: Service, request: Request) -> ASGIApp:
     """200 while requests are taken."""
     return json_response({"status": service.state}, 200 if service.state == "ready" else 503)
 
 
-@operation("GET", "/metrics", "Figures for Prometheus.", None)
+@api.operation("GET", "/metrics", "Figures for Prometheus.", None)
 async def metrics(service: Service, request: Request) -> ASGIApp:
     """Text of Prometheus."""
     return Response(await service.on_thread(service.metrics.text), headers={"content-type": CONTENT_TYPE})
 
 
-@operation("GET", "/openapi.json", "This document.", {"type": "object"})
+@api.operation("GET", "/openapi.json", "This document.", {"type": "object"})
 async def openapi(service: Service, request: Request) -> ASGIApp:
     """The document, made when the service began."""
     return Response(request.app.state.document, media_type="application/json")
@@ -183,22 +168,26 @@ async def openapi(service: Service, request: Request) -> ASGIApp:
 # Sessions -------------------------------------------------------------------------------------------------------------
 
 
-@operation("GET", _SESSIONS, "All sessions, open and saved.", ref("SessionList"))
+@api.operation("GET", _SESSIONS, "All sessions, open and saved.", api.ref("SessionList"))
 async def sessions(service: Service, request: Request) -> ASGIApp:
     """Those of the caller's account."""
     _, found = service.loaded(request.state.account)
     return await service.written(lambda: {"object": "list", "data": found.entries()})
 
 
-@operation("GET", _SESSIONS + "/{name}", "One session.", ref("Session"), NAMED)
+@api.operation("GET", _SESSIONS + "/{name}", "One session.", api.ref("Session"), api.NAMED)
 async def session(service: Service, request: Request) -> ASGIApp:
     """With its messages and token ids when it is open."""
     _, found = service.loaded(request.state.account)
     return await service.written(partial(found.info, _name(request)))
 
 
-@operation(
-    "DELETE", _SESSIONS + "/{name}", "Forget a session and its file.", ref("SessionDeleted"), {**NAMED, **STORED}
+@api.operation(
+    "DELETE",
+    _SESSIONS + "/{name}",
+    "Forget a session and its file.",
+    api.ref("SessionDeleted"),
+    {**api.NAMED, **api.STORED},
 )
 async def delete_session(service: Service, request: Request) -> ASGIApp:
     """Forget it."""
@@ -208,9 +197,9 @@ async def delete_session(service: Service, request: Request) -> ASGIApp:
     return json_response({"id": name, "object": "edge_dflash.session", "deleted": True})
 
 
-@operation(
-    "POST", _SESSIONS + "/{name}/save", "Write a session.", ref("SessionSaved"),
-    {**WITH_BODY, **NAMED, **TAKEN, **STORED}, body=lambda new_tokens: bodies.SAVE,
+@api.operation(
+    "POST", _SESSIONS + "/{name}/save", "Write a session.", api.ref("SessionSaved"),
+    {**api.WITH_BODY, **api.NAMED, **api.TAKEN, **api.STORED}, body=lambda new_tokens: bodies.SAVE,
 )  # fmt: skip
 async def save_session(service: Service, request: Request) -> ASGIApp:
     """Write it, with ``to`` under another name."""
@@ -221,9 +210,9 @@ async def save_session(service: Service, request: Request) -> ASGIApp:
     return json_response({"id": to or name, "object": "edge_dflash.session", "saved": True, "bytes": size})
 
 
-@operation(
-    "POST", _SESSIONS + "/{name}/fork", "Another session that goes on from here.", ref("SessionForked"),
-    {**WITH_BODY, **NAMED, **RUNS, **TAKEN, **STORED}, body=lambda new_tokens: bodies.FORK,
+@api.operation(
+    "POST", _SESSIONS + "/{name}/fork", "Another session that goes on from here.", api.ref("SessionForked"),
+    {**api.WITH_BODY, **api.NAMED, **api.RUNS, **api.TAKEN, **api.STORED}, body=lambda new_tokens: bodies.FORK,
 )  # fmt: skip
 async def fork_session(service: Service, request: Request) -> ASGIApp:
     """Let the session ``to`` go on from this one."""
@@ -245,18 +234,21 @@ def _session(optional: Schema | None = None, **more: Schema) -> Schema:
 SCHEMAS: dict[str, Schema] = {
     **replies.SCHEMAS,
     "Session": _session(
-        {"messages": list_of({"type": "object"}), "token_ids": IDS}, open=BOOLEAN, tokens=or_null(COUNT), saved=BOOLEAN
+        {"messages": api.list_of({"type": "object"}), "token_ids": api.IDS},
+        open=api.BOOLEAN,
+        tokens=api.or_null(COUNT),
+        saved=api.BOOLEAN,
     ),
-    "SessionList": exactly(object={"const": "list"}, data=list_of(ref("Session"))),
+    "SessionList": exactly(object={"const": "list"}, data=api.list_of(api.ref("Session"))),
     "SessionForked": _session(),
     "SessionSaved": _session(saved={"const": True}, bytes=COUNT),
     "SessionDeleted": _session(deleted={"const": True}),
-    "Tokens": exactly(tokens=IDS),
+    "Tokens": exactly(tokens=api.IDS),
     "Model": exactly(
         {
             "edge_dflash": exactly(
-                **dict.fromkeys(_SIZES, COUNT) | {"mask_token_id": or_null(COUNT), "stop_token_ids": IDS},
-                **{"tokenizer": BOOLEAN, "chat": BOOLEAN, "fingerprint": STRING},
+                **dict.fromkeys(_SIZES, COUNT) | {"mask_token_id": api.or_null(COUNT), "stop_token_ids": api.IDS},
+                **{"tokenizer": api.BOOLEAN, "chat": api.BOOLEAN, "fingerprint": STRING},
             )
         },
         id=STRING,
@@ -264,13 +256,13 @@ SCHEMAS: dict[str, Schema] = {
         created=COUNT,
         owned_by=STRING,
     ),
-    "ModelList": exactly(object={"const": "list"}, data=list_of(ref("Model"))),
+    "ModelList": exactly(object={"const": "list"}, data=api.list_of(api.ref("Model"))),
     "Health": exactly(
         status={"enum": ["ok", "hung", "failed"]},
         state={"enum": list(get_args(State))},
-        running=BOOLEAN,
+        running=api.BOOLEAN,
         waiting=COUNT,
-        stalled_seconds=NUMBER,
+        stalled_seconds=api.NUMBER,
     ),
     "Ready": exactly(status={"enum": list(get_args(State))}),
 }

@@ -127,7 +127,7 @@ def _authorise(scope: Scope, headers: Mapping[str, str], keys: Keys) -> str:
         found = [account for key, account in keys.items() if hmac.compare_digest(given, key.encode())]
         if not found or kind.lower() != "bearer":
             why = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
-            raise _closing(why, 401, "invalid_api_key", {"www-authenticate": "Bearer"})
+            raise _closing(why, "invalid_api_key", {"www-authenticate": "Bearer"}, status=401)
         return found[0]
     host = headers.get("host", "")
     if (host.rpartition(":")[0] or host) not in _LOCAL_NAMES and host not in _LOCAL_NAMES:
@@ -146,7 +146,7 @@ async def read_body(service: Service, request: Request, read: Read) -> Any:
     try:
         body = await asyncio.wait_for(_bytes(request, limits.body_bytes), seconds)
     except TimeoutError:
-        raise _closing(f"the body did not end within {seconds:g} s; send it faster", 408, "timeout") from None
+        raise _closing(f"the body did not end within {seconds:g} s; send it faster", "timeout", status=408) from None
     except ClientDisconnect:
         raise Refusal("the client went away", status=408, code="disconnected") from None
     if len(body) <= SMALL:
@@ -156,7 +156,7 @@ async def read_body(service: Service, request: Request, read: Read) -> Any:
         return await service.on_thread(lambda: read(parse_object(body, limits.json_depth), service.config))
 
 
-def _closing(message: str, status: int, code: str, headers: Mapping[str, str] = {}) -> Refusal:
+def _closing(message: str, code: str, headers: Mapping[str, str] = {}, *, status: int) -> Refusal:
     """A refusal that ends the connection: nothing more of the request is read."""
     return Refusal(message, status=status, code=code, headers={**headers, "connection": "close"})
 
@@ -168,7 +168,9 @@ def held_if_large(request: Request) -> AbstractAsyncContextManager[None]:
 
 async def _bytes(request: Request, limit: int) -> bytes:
     body = bytearray()
-    too_large = _closing(f"the body has more than {limit} bytes, which is the limit; send less", 413, "too_large")
+    too_large = _closing(
+        f"the body has more than {limit} bytes, which is the limit; send less", "too_large", status=413
+    )
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > limit):
         raise too_large

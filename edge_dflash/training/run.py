@@ -27,20 +27,11 @@ from edge_dflash.model.dflash import DRAFT_IDS
 from edge_dflash.model.registry import match_pair, read_drafter_spec
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.planner import Planner
+from edge_dflash.training import forecast as costs
 from edge_dflash.training.answers import TargetAnswer, make_answers, read_answers
 from edge_dflash.training.data import TrainingData, TrainingTask, read_mixture, read_tasks, spread
 from edge_dflash.training.drafter import TARGET, BlockDrafter
 from edge_dflash.training.evaluate import Measure, card_of, evaluate, shaped, warnings
-from edge_dflash.training.forecast import (
-    STAGES,
-    Forecast,
-    TrainingDevice,
-    forecast,
-    gigabytes,
-    memory_warning,
-    training_bytes,
-    training_files,
-)
 from edge_dflash.training.start import make_start, read_weights, same_files, save_weights
 from edge_dflash.training.taps import Sample, Shards, shard_bytes, write_taps
 from edge_dflash.training.trainer import Trainer, kept_weights
@@ -84,7 +75,7 @@ def train_drafter(run: TrainingRun, progress: Progress = unheard, say: Say = lam
     return TrainingResult(folder, card, time.perf_counter() - began)
 
 
-def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda line: None) -> Forecast:
+def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda line: None) -> costs.Forecast:
     """What a run takes at most: a few tokens are timed, and steps where --steps counts them.
 
     Its first bundle is built, and kept for it. Raises what the run raises.
@@ -103,7 +94,7 @@ def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda li
             )
         if run.steps:
             steps = run.steps * training.step_seconds(bundle, told.longest, folder)
-            told = replace(told, seconds={stage: told.seconds.get(stage, steps) for stage in STAGES})
+            told = replace(told, seconds={stage: told.seconds.get(stage, steps) for stage in costs.STAGES})
         if told.disk > run.disk * 1e9:
             say(f"warning: {_too_large(told.disk, run)}")
         say(f"the first bundle is kept in {work.before}")
@@ -118,7 +109,7 @@ class Training:
     work: TrainingDir
     progress: Progress = unheard
     say: Say = lambda line: None
-    device: TrainingDevice = field(default_factory=TrainingDevice.found)
+    device: costs.TrainingDevice = field(default_factory=costs.TrainingDevice.found)
 
     def run_stages(self) -> tuple[Path, DrafterCard]:
         """All of them; where the drafter lies, and its card."""
@@ -194,9 +185,9 @@ class Training:
         lanes = 8 if self.device.mixed else 1
         return Planner.open(bundle.path, fallback=False, self_test="off", queue=64, lanes=lanes, progress=self.progress)
 
-    def forecast(self, planner: Planner, bundle: Bundle, data: Sequence[TrainingData]) -> Forecast | None:
+    def forecast(self, planner: Planner, bundle: Bundle, data: Sequence[TrainingData]) -> costs.Forecast | None:
         """What all takes at most; None where a few tokens cannot be timed."""
-        return forecast(self.run, planner, bundle, data, len(self._evaluated(data)), self.device)
+        return costs.forecast(self.run, planner, bundle, data, len(self._evaluated(data)), self.device)
 
     def answers(self, bundle: Bundle, data: Sequence[TrainingData]) -> list[tuple[TargetAnswer, ...]]:
         """The target's answers to all prompts, of each file."""
@@ -217,17 +208,17 @@ class Training:
 
     def check_memory(self, pair: PairSpec, tokens: int, bound: str = "about") -> None:
         """Tell what a step needs with prompts and answers of so many tokens; warn where the device has less."""
-        needed = training_bytes(pair, self.run, tokens, mixed=self.device.mixed)
-        told = f"a step needs {bound} {gigabytes(needed['total'])} of memory"
-        self.say(memory_warning(needed, self.device.size) or told)
+        needed = costs.training_bytes(pair, self.run, tokens, mixed=self.device.mixed)
+        told = f"a step needs {bound} {costs.gigabytes(needed['total'])} of memory"
+        self.say(costs.memory_warning(needed, self.device.size) or told)
 
     def check_disk(self, bundle: Bundle, samples: Sequence[Sample]) -> None:
         """Tell what a training will take. Raises RequestError where that is more than is allowed or free."""
         tokens, work = sum(len(one.ids) for one in samples), self.work
-        size, files = shard_bytes(bundle.pair, tokens), training_files(bundle)
+        size, files = shard_bytes(bundle.pair, tokens), costs.training_files(bundle)
         self.say(
-            f"{len(samples):,} answers, {tokens:,} tokens; their taps take {gigabytes(size)} of the disk, checkpoints "
-            f"and bundles {gigabytes(files)}"
+            f"{len(samples):,} answers, {tokens:,} tokens; their taps take {costs.gigabytes(size)} of the disk, "
+            f"checkpoints and bundles {costs.gigabytes(files)}"
         )
         if size > self.run.disk * 1e9:
             raise RequestError(_too_large(size, self.run))
@@ -235,8 +226,8 @@ class Training:
         held, free = sum(file.stat().st_size for file in kept), max(0, shutil.disk_usage(work.root).free - _FREE)
         if size + files - held > free:
             raise RequestError(
-                f"taps, checkpoints and bundles take {gigabytes(size + files)}, {gigabytes(held)} of it are there, and "
-                f"the disk has {gigabytes(free)} free; make room"
+                f"taps, checkpoints and bundles take {costs.gigabytes(size + files)}, {costs.gigabytes(held)} of it "
+                f"are there, and the disk has {costs.gigabytes(free)} free; make room"
             )
 
     def learn(self, bundle: Bundle, shards: Sequence[Path]) -> TrainingState:
@@ -348,6 +339,6 @@ def _too_large(taps: int, run: TrainingRun) -> str:
     """What to tell of taps that ``--disk`` does not allow."""
     allowed = ceil(110 * taps / 1e9) / 100
     return (
-        f"taps take {gigabytes(taps)}, --disk is {run.disk:g} GB; give --disk {allowed:g}, or fewer --prompts or "
+        f"taps take {costs.gigabytes(taps)}, --disk is {run.disk:g} GB; give --disk {allowed:g}, or fewer --prompts or "
         "--sampled"
     )

@@ -27,16 +27,7 @@ from edge_dflash.backends.cuda.tensorrt.net import DType, Net
 from edge_dflash.backends.cuda.tensorrt.units import CHOICES, LOGITS, Binding, Unit
 from edge_dflash.errors import BackendError
 from edge_dflash.model import ops
-from edge_dflash.weights.formats import (
-    BLOCK,
-    Array,
-    Fp8Weight,
-    Nvfp4Weight,
-    Weight,
-    WeightStore,
-    WideWeight,
-    bf16_to_f32,
-)
+from edge_dflash.weights import formats
 from edge_dflash.weights.safetensors import forget_pages
 
 DTYPES: dict[str, DType] = {"bf16": "BF16", "f32": "FLOAT", "int32": "INT32"}
@@ -55,7 +46,7 @@ class Lowered:
         return self.net.network
 
 
-def lower(unit: Unit, store: WeightStore, trt: Any, builder: Any) -> Lowered:
+def lower(unit: Unit, store: formats.WeightStore, trt: Any, builder: Any) -> Lowered:
     """Write a unit as a network of ``builder``. Inputs, outputs and every op's result carry their tensors' names.
 
     Raises BackendError naming the tensor for what TensorRT refuses or what has no lowering.
@@ -83,22 +74,22 @@ def lower(unit: Unit, store: WeightStore, trt: Any, builder: Any) -> Lowered:
     return Lowered(unit, net)
 
 
-def _linears(net: Net, op: ops.Linear, unit: Unit, x: Any, store: WeightStore) -> dict[str, Any]:
+def _linears(net: Net, op: ops.Linear, unit: Unit, x: Any, store: formats.WeightStore) -> dict[str, Any]:
     """A linear, and with it those behind it that multiply the same 4-bit activations; results by tensor."""
     weight = store.get(op.weight)
-    if not isinstance(weight, Nvfp4Weight) or weight.input_scale is None:
+    if not isinstance(weight, formats.Nvfp4Weight) or weight.input_scale is None:
         return {op.output: linear(net, x, weight)}
     weights = {op.output: weight}
     for other in unit.ops[unit.ops.index(op) + 1 :]:
         if isinstance(other, ops.Linear) and other.inputs == op.inputs:
             found = store.get(other.weight)
-            if isinstance(found, Nvfp4Weight) and found.input_scale == weight.input_scale:
+            if isinstance(found, formats.Nvfp4Weight) and found.input_scale == weight.input_scale:
                 weights[other.output] = found
     net.scope = "+".join(weights)
     return dict(zip(weights, nvfp4(net, x, list(weights.values())), strict=True))
 
 
-def _op(net: Net, op: ops.DenseOp, inputs: list[Any], store: WeightStore) -> Any:
+def _op(net: Net, op: ops.DenseOp, inputs: list[Any], store: formats.WeightStore) -> Any:
     def vector(name: str) -> Any:
         return net.constant(_values(_wide(store, name)).reshape(1, -1), "FLOAT")
 
@@ -129,9 +120,9 @@ def _op(net: Net, op: ops.DenseOp, inputs: list[Any], store: WeightStore) -> Any
             raise BackendError(f"{op.output}: {type(op).__name__} has no TensorRT lowering; run it beside the plans")
 
 
-def _wide(store: WeightStore, name: str) -> WideWeight:
+def _wide(store: formats.WeightStore, name: str) -> formats.WideWeight:
     weight = store.get(name)
-    if not isinstance(weight, WideWeight):
+    if not isinstance(weight, formats.WideWeight):
         raise BackendError(f"{name} is stored as {type(weight).__name__}, wanted BF16 or F32: keep it wide")
     return weight
 
@@ -140,7 +131,7 @@ def _shape(binding: Binding) -> tuple[int, ...]:
     return (-1,) if binding.columns is None else (-1, binding.columns)
 
 
-def rms_norm(net: Net, x: Any, weight: WideWeight, eps: float, *, plus_one: bool) -> Any:
+def rms_norm(net: Net, x: Any, weight: formats.WideWeight, eps: float, *, plus_one: bool) -> Any:
     """w' x / sqrt(mean(x^2) + eps) in FP32; w' = w, or 1 + w."""
     factor = _values(weight)
     normed = _normed(net, net.cast(x, "FLOAT"), eps)
@@ -214,29 +205,29 @@ def argmax(net: Net, logits: Any, columns: int) -> Any:
     return net.reduce(net.select(net.elementwise(logits, largest, "EQUAL"), ids, none), "MIN", keep=False)
 
 
-def linear(net: Net, x: Any, weight: Weight) -> Any:
+def linear(net: Net, x: Any, weight: formats.Weight) -> Any:
     """x [rows, K] BF16 times the weight [N, K] transposed: [rows, N] BF16. Raises BackendError."""
     match weight:
-        case WideWeight():
+        case formats.WideWeight():
             _check(net, x, weight)
             return net.times_transposed(x, net.constant(bf16_bits(weight.data), "BF16"))
-        case Fp8Weight():  # W8A16: scale of the tensor [1] or of each channel [N] after the product
+        case formats.Fp8Weight():  # W8A16: scale of the tensor [1] or of each channel [N] after the product
             _check(net, x, weight)
             matrix = net.dequantize(net.constant(weight.data, "FP8"), net.ones(weight.shape[0]), axis=0)
             return scaled(net, net.times_transposed(x, matrix), np.asarray(weight.scale, np.float32).reshape(1, -1))
-        case Nvfp4Weight():
+        case formats.Nvfp4Weight():
             return nvfp4(net, x, [weight])[0]
         case _:
             raise BackendError(f"{net.scope}: {weight.format} weights have no TensorRT lowering")
 
 
-def nvfp4(net: Net, x: Any, weights: Sequence[Nvfp4Weight]) -> list[Any]:
+def nvfp4(net: Net, x: Any, weights: Sequence[formats.Nvfp4Weight]) -> list[Any]:
     """x times each weight: W4A4 when they have an input scale, else W4A16. Several must have the same input scale."""
     for weight in weights:
         _check(net, x, weight)
-        if weight.shape[1] % BLOCK:
+        if weight.shape[1] % formats.BLOCK:
             raise BackendError(
-                f"{net.scope}: an NVFP4 weight with {weight.shape[1]} inputs, wanted a multiple of {BLOCK}"
+                f"{net.scope}: an NVFP4 weight with {weight.shape[1]} inputs, wanted a multiple of {formats.BLOCK}"
             )
     rows = [weight.shape[0] for weight in weights]
     codes = net.constant(_stacked([w.packed for w in weights]), "FP4", (sum(rows), weights[0].shape[1]))
@@ -256,7 +247,7 @@ def activations(net: Net, x: Any, input_scale: np.float32) -> Any:
     return net.dequantize(codes, net.dequantize(scales, net.ones()), axis=1)
 
 
-def scaled(net: Net, x: Any, factor: Array) -> Any:
+def scaled(net: Net, x: Any, factor: formats.Array) -> Any:
     """BF16 x times FP32 factors [1, 1] or [1, N], in FP32, rounded to BF16; nothing when all are one."""
     if (factor == 1).all():
         return x
@@ -264,7 +255,7 @@ def scaled(net: Net, x: Any, factor: Array) -> Any:
     return net.cast(product, "BF16")
 
 
-def bf16_bits(data: Array) -> Array:
+def bf16_bits(data: formats.Array) -> formats.Array:
     """BF16 bits of a wide weight; float32 is rounded to nearest, ties to even."""
     if data.dtype == np.uint16:
         return data
@@ -272,7 +263,7 @@ def bf16_bits(data: Array) -> Array:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _stacked(matrices: Sequence[Array]) -> Array:
+def _stacked(matrices: Sequence[formats.Array]) -> formats.Array:
     """Matrices below each other. A copy is made of several only, and the pages of mapped ones are given back."""
     if len(matrices) == 1:
         return matrices[0]
@@ -282,12 +273,12 @@ def _stacked(matrices: Sequence[Array]) -> Array:
     return whole
 
 
-def _check(net: Net, x: Any, weight: Weight) -> None:
+def _check(net: Net, x: Any, weight: formats.Weight) -> None:
     columns = net.columns(x)
     if len(weight.shape) != 2 or weight.shape[1] != columns:
         raise BackendError(f"{net.scope}: a weight {list(weight.shape)} for {columns} inputs; it is another model's")
 
 
-def _values(weight: WideWeight) -> Array:
+def _values(weight: formats.WideWeight) -> formats.Array:
     """A wide weight as float32."""
-    return bf16_to_f32(weight.data) if weight.data.dtype == np.uint16 else weight.data
+    return formats.bf16_to_f32(weight.data) if weight.data.dtype == np.uint16 else weight.data
