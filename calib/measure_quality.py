@@ -1,8 +1,8 @@
 """Roundings of the demo target and of fine-tunes of it, side by side: KLD, bytes, accept length, valid plans.
 
-``python -m calib.measure_quality OUT TARGET...`` builds a bundle for each target and way into OUT, measures it by
-``edge-dflash verify --quality`` on 64 held-out tasks with their right answers, plans the same tasks, and prints a line
-of JSON for each, and a table at the end. A target whose name begins with "harbour" has the tasks of calib/harbour.py.
+``python -m calib.measure_quality OUT TARGET...`` builds a bundle for each target and way into OUT, measures it
+against the target on 64 held-out tasks with their right answers, plans the same tasks, and prints a line of JSON for
+each, and a table at the end. A target whose name begins with "harbour" has the tasks of calib/harbour.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,15 @@ import yaml
 from calib.demo.corpus import tasks as demo_tasks
 from calib.demo.evaluate import Answer, heldout_tasks, planner_generate
 from calib.harbour import harbour_tasks, order_problems, right_answer
+from edge_dflash.bundle.reader import Bundle
 from edge_dflash.demo.tasks import MODELS, check_plan
 from edge_dflash.planner import Planner
+from edge_dflash.quality.bundle import SourceModel
+from edge_dflash.quality.measure import Stores, sensitivities
+from edge_dflash.quality.report import Figures
+from edge_dflash.quality.stream import Passes
+from edge_dflash.quality.texts import make_texts, parse_tasks
+from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.training.evaluate import accepted
 
 TASKS, CALIBRATION = 64, 40  # prompts that are measured on, and that the own calibration has
@@ -83,6 +90,19 @@ def edge_dflash(*words: object) -> dict[str, Any]:
     return found
 
 
+def figures(bundle: Path, target: Path, tasks: Sequence[Asked]) -> Figures:
+    """Weights and KV cache of a bundle against the target, over all prompts and their right answers."""
+    opened = Bundle.open(bundle)
+    source, pair = SourceModel.open(target, opened.pair), opened.pair
+    prompts = [parse_tasks(task.line(), "tasks")[0] for task in tasks]
+    tokenizer = Tokenizer.open(bundle / "tokenizer")
+    texts = make_texts(prompts, tokenizer, pair.target.vocab_size, 1 << 20, None)
+    passes = Passes.of(pair)
+    states = {name for names in passes.units.values() for name in names}
+    stores, ids = Stores(source.store, opened, opened.manifest.precision.kv), [text.ids for text in texts]
+    return sensitivities(stores, pair, ids, {"all": passes.weights | states})["all"]
+
+
 def measured(target: Path, way: str, folder: Path, tasks: Sequence[Asked], before: float | None) -> dict[str, Any]:
     """Build, measure, plan. ``before``: mean KLD of the search, of which targets of mixtures are shares."""
     keys, options = WAYS[way]
@@ -98,17 +118,16 @@ def measured(target: Path, way: str, folder: Path, tasks: Sequence[Asked], befor
     bundle = folder / "bundle"
     pair = ("--target", target, "--drafter", MODELS / "drafter", "--arch", "cpu", "--recipe", folder / "recipe.yaml")
     edge_dflash("build", *pair, "--output", bundle, *words)
-    count = ("--count", len(tasks), "--prompts", prompts)
-    quality = edge_dflash("verify", bundle, "--quality", target, *count, "--max-new-tokens", 8)["quality"]
+    quality = figures(bundle, target, tasks)
     with Planner.open(bundle, fallback=False) as planner:
         generate, answers = planner_generate(planner), list[Answer]()
         answers += (generate(task.messages) for task in tasks)
     return {
         "target": target.name,
         "way": way,
-        "kld": quality["kld"],
-        "top1": quality["top1"],
-        "weights": quality["weights"]["kld"]["mean"],
+        "kld": asdict(quality.kld),
+        "top1": quality.top1,
+        "tokens": quality.tokens,
         "cycle_bytes": edge_dflash("inspect", bundle)["cycle_bytes"],
         "accept_length": accepted([one.accept_lengths for one in answers]).mean,
         "valid": sum(not task.problems(one.text) for task, one in zip(tasks, answers, strict=True)),
