@@ -16,7 +16,7 @@ from edge_dflash.backends import load
 from edge_dflash.backends.reference import dense
 from edge_dflash.backends.selftest import DRAFT_FLOOR, SelfTestResult, TokenDifference, check, promises_bits, replay
 from edge_dflash.builder import record
-from edge_dflash.builder.write import build
+from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.manifest import dump_manifest
 from edge_dflash.bundle.parts import hash_file
 from edge_dflash.bundle.reader import Bundle
@@ -400,8 +400,9 @@ def test_recording_again_gives_the_same_bytes_on_any_number_of_threads(bundle, s
         torch.set_num_threads(1)
 
 
-def test_a_pair_without_tokenizer_gets_pseudo_random_ids_and_a_warning(ids_bundle):
-    bundle = Bundle.open(ids_bundle)
+def test_a_pair_without_tokenizer_gets_pseudo_random_ids_and_a_warning(golden, tmp_path):
+    directories = (golden / name for name in ("qwen3_5-tiny", "qwen3_5-tiny-dflash"))
+    bundle = Bundle.open(build(BuildConfig(*directories, tmp_path / "ids", rounding="max")).bundle)
     test = load_selftest(bundle)
     assert (test.source, len(test.prompt)) == ("pseudo-random ids", 32)
     assert check(bundle, load(bundle)).identical
