@@ -331,7 +331,7 @@ def decide(config: BuildConfig) -> Decisions:
     lanes = recipe.context.lanes if config.lanes is None else config.lanes
     tokenizer, warnings = read_tokenizer(config.target, pair)
     store = PairCheckpoint.open(config.target, config.drafter, programs.weights)
-    choice, formats, engines, more = _backends(choice, recipe, pair, store, chunk)
+    choice, formats, engines, more = find_backends(choice, recipe, pair, store, chunk)
     sources, stamps = fingerprints(config.target, config.drafter, sees=pair.target.vision is not None)
     manifest = Manifest(
         created_by=CREATED_BY,
@@ -415,10 +415,10 @@ def settle(
     )
 
 
-def _backends(
+def find_backends(
     choice: Choice, recipe: Recipe, pair: PairSpec, store: PairCheckpoint, chunk: int
 ) -> tuple[Choice, dict[str, WeightFormat], EngineFiles | None, tuple[str, ...]]:
-    """Backends that take the pair, the format of every weight, the engines, and warnings."""
+    """Backends that take the pair, the format of every weight, the engines, and warnings. Raises BackendError."""
     weights, engines = pair_programs(pair).weights, None
     formats = recipe.formats(weights, {name: store.get(name) for name in weights})
     if pair.target.tied and not FORMATS[formats["target.lm_head"]].quantized:

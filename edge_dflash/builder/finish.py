@@ -125,13 +125,7 @@ class BuildResult:
     """A finished build: its bundle, and what the manifest says of it."""
 
     def __init__(
-        self,
-        bundle: Path,
-        manifest: Manifest,
-        began: float,
-        warnings: tuple[str, ...] = (),
-        nothing: str = "",
-        mix: FormatMix | None = None,
+        self, bundle: Path, manifest: Manifest, began: float, warnings: tuple[str, ...] = (), nothing: str = ""
     ) -> None:
         """``began``: by the monotonic clock; ``nothing``: why there was nothing to do."""
         self.bundle = bundle
@@ -147,7 +141,7 @@ class BuildResult:
         self.trial = manifest.trial  # of two backends, by build --finish
         self.quality = read_quality(bundle, manifest)
         self.nothing = nothing
-        self.mix = mix  # of formats, by a budget
+        self.mix: FormatMix | None = None  # of formats, by a budget
 
 
 def finish_command(path: Path) -> str:

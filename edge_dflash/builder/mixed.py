@@ -24,7 +24,7 @@ from edge_dflash.backends import SMALL_MODEL
 from edge_dflash.board.profiles import largest_board
 from edge_dflash.builder.budget import MEASUREMENTS, Curve, FormatMix, Option, Point, Widening, steps
 from edge_dflash.builder.convert import Choose, convert, one_thread
-from edge_dflash.builder.decide import Decisions, decide
+from edge_dflash.builder.decide import Decisions, decide, find_backends
 from edge_dflash.checks.footprint import cycle_bytes, read_bytes
 from edge_dflash.checks.inspect import DEFAULT_CONTEXT
 from edge_dflash.common.files import is_there, read_text, write_whole
@@ -41,6 +41,7 @@ from edge_dflash.weights.quantize import fused_group
 from edge_dflash.weights.recipe import WIDE_MODULES, Override, Recipe, dump_recipe
 
 _ROUND = 1e-7  # seconds of a core for each value of a weight
+_WIDER: tuple[WeightFormat, ...] = ("fp8", "bf16")  # the second one is the source
 _SHOWN = 16  # points of a curve
 _LINEARS = {  # of a unit of each kind, below its layer
     "attention": ("self_attn.*_proj",),
@@ -89,11 +90,13 @@ def mixed(
         mixing = _Mixing(decided, chooser, pool, progress)
         given = [decided.fingerprint, config.quality_target, config.bytes_budget, mixing.texts]
         if (mix := _taken_up(path, inputs := json.dumps(given), force=config.force)) is None:
+            mixing.check()
             say(mixing.forecast())
-            mix = replace(mixing.chosen(), recipe=str(path))
+            mix = mixing.chosen()
             text = f"# {json.dumps(encode(mix))}\n{dump_recipe(_recipe(decided, mix, mixing.texts))}"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, f"# {_mark(inputs, text)}\n{text}".encode())
+    mix = replace(mix, recipe=str(path))
     for line in _table(mix):
         say(line)
     return replace(decide(replace(config, recipe=path)), config=config), mix
@@ -117,6 +120,15 @@ class _Mixing:
         variants = all_variants(self._passes, "float32", sum(map(len, self._ids)))
         self._whole = {ALL: variants[ALL]}
         self._alone = {unit: variants[f"{UNITS}{unit}"] for unit in self._units}
+
+    def check(self) -> None:
+        """Raise BuildError for a budget below the least, and BackendError where the backend takes no wider units."""
+        config, made = self._decided.config, self._decided.manifest
+        if config.bytes_budget is not None:
+            Curve((), self._cycle({}), 0.0, 0.0).within(config.bytes_budget)
+        for form in _WIDER:
+            recipe = _widened(self._decided.recipe, dict.fromkeys(self._free, form))
+            find_backends(self._decided.choice, recipe, made.pair, self._decided.store, made.prefill_chunk)
 
     def forecast(self) -> str:
         """What is about to be done, in a line."""
@@ -156,17 +168,14 @@ class _Mixing:
         found = self._measured(self._formats(fp8), {unit: self._alone[unit] for unit in self._free})
         options = {}
         for unit in self._free:
-            alone = {"fp8": found.get(unit, 0.0), "bf16": 0.0}
-            wider = [Option(self._cycle({unit: form}), kld, form) for form, kld in alone.items()]
+            klds = (found.get(unit, 0.0), 0.0)
+            wider = [Option(self._cycle({unit: form}), kld, form) for form, kld in zip(_WIDER, klds, strict=True)]
             options[unit] = [Option(size, base.get(unit, 0.0), ""), *(one for one in wider if one.bytes > size)]
         return Curve(steps(options), size, base[ALL], sum(base.get(unit, 0.0) for unit in self._units))
 
     def chosen(self) -> FormatMix:
         """Measure, choose, and measure what was chosen."""
-        config = self._decided.config
-        if config.bytes_budget is not None:
-            Curve((), self._cycle({}), 0.0, 0.0).within(config.bytes_budget)  # before any work
-        curve = self._curve()
+        config, curve = self._decided.config, self._curve()
 
         def measured(taken: Sequence[Widening]) -> float:
             return self._measured(self._formats(_forms(taken)), self._whole)[ALL]
@@ -202,19 +211,25 @@ def _texts(decided: Decisions, most: int) -> list[Text]:
     return make_texts(given.tasks, tokenizer, vocabulary, most, None)
 
 
-def _recipe(decided: Decisions, mix: FormatMix, texts: str) -> Recipe:
-    """The recipe with overrides for the units that are wider."""
-    config, base, overrides = decided.config, decided.recipe, list[Override]()
-    for unit, form in mix.units.items():
+def _widened(recipe: Recipe, units: Formats) -> Recipe:
+    """The recipe with a format for all linears of some units."""
+    overrides = list(recipe.overrides)
+    for unit, form in units.items():
         layer, _, kind = unit.rpartition(".")
         names = (f"{layer}.{linears}" for linears in _LINEARS[kind]) if layer else (unit,)
         overrides += [Override(f"target.{name}", form) for name in names]
+    return replace(recipe, overrides=tuple(overrides))
+
+
+def _recipe(decided: Decisions, mix: FormatMix, texts: str) -> Recipe:
+    """That of the mix."""
+    config, base = decided.config, decided.recipe
     budget = f"a KLD of {config.quality_target:g}" if config.quality_target else f"{config.bytes_budget} bytes a cycle"
     text = (
         f"{base.name} with {len(mix.units)} units wider, for {budget}: KLD {mix.kld:.3g} of the weights alone on "
         f"{mix.tokens} tokens, whose SHA-256 is {texts}; {mix.bytes} bytes a cycle"
     )
-    return replace(base, name=f"{base.name}-mixed", description=text, overrides=(*base.overrides, *overrides))
+    return replace(_widened(base, mix.units), name=f"{base.name}-mixed", description=text)
 
 
 def _mark(inputs: str, text: str) -> str:
@@ -243,7 +258,7 @@ def _table(mix: FormatMix) -> list[str]:
     """The curve, for people."""
     lines = [f"{'bytes a cycle':>15} {'ms':>7} {'predicted':>10} {'measured':>9}  wider than above"]
     for point in mix.curve:
-        ms = "" if point.ms is None else f"{point.ms:.2f}"
+        ms = "" if point.ms is None else f"{point.ms:.4g}"
         measured = "" if point.measured is None else f"{point.measured:.5f}"
         units = [f"{unit} {form}" for unit, form in point.units.items()]
         more = ", ".join(units[:2]) + (f" and {len(units) - 2} more" if len(units) > 2 else "")

@@ -80,7 +80,9 @@ def build(
                 if config.quality:
                     manifest = _with_quality(manifest, decided, work, report, say)
                 work.finish(dump_manifest(manifest), FILE)
-            return BuildResult(config.output, manifest, began, (*decided.warnings, *work.warnings), mix=mix)
+            result = BuildResult(config.output, manifest, began, (*decided.warnings, *work.warnings))
+            result.mix = mix
+            return result
     except KeyboardInterrupt:
         kept = "finished files are kept" if building_path(config.output).is_dir() else "nothing was made yet"
         raise BuildError(f"interrupted; {kept}, resume with: {config.resume or config.command}") from None

@@ -12,7 +12,6 @@ from paths import GOLDEN
 from edge_dflash.board.profiles import load_board
 from edge_dflash.builder import mixed as module
 from edge_dflash.builder import write
-from edge_dflash.builder.budget import FormatMix
 from edge_dflash.builder.convert import by_max
 from edge_dflash.builder.decide import BuildConfig, decide
 from edge_dflash.builder.mixed import Converted, mixed
@@ -20,7 +19,7 @@ from edge_dflash.builder.write import build
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checks.inspect import inspect_manifest
 from edge_dflash.common.progress import unheard
-from edge_dflash.errors import BuildError, CheckpointError, RequestError
+from edge_dflash.errors import BackendError, BuildError, CheckpointError, RequestError
 from edge_dflash.quality.measure import Stores, sensitivities
 from edge_dflash.quality.stream import Passes, same
 from edge_dflash.weights.formats import TIED
@@ -115,7 +114,7 @@ def test_overrides_are_the_units(tmp_path, pair):
     with ThreadPoolExecutor(1) as pool:
         mixing = module._Mixing(decided, lambda: by_max, pool, unheard)
     for unit in mixing._units:
-        made = module._recipe(decided, FormatMix("", 0, 0.0, 0, {unit: "fp8"}, ()), "")
+        made = module._widened(decided.recipe, {unit: "fp8"})
         found = made.formats(decided.programs.weights)
         assert {n for n, form in found.items() if form != decided.manifest.weights[n]} == mixing._units[unit], unit
     parts = {unit.rpartition(".")[2] for unit in mixing._units}
@@ -153,7 +152,7 @@ def dying(*_, **__):
 
 
 def test_a_killed_build_takes_up_its_recipe(tmp_path, prompts, monkeypatch):
-    config = config_of("qwen3_5", tmp_path / "out", quality_target=0.001, prompts=prompts)
+    config = config_of("qwen3", tmp_path / "out", quality_target=0.001, prompts=prompts)
     path = tmp_path / "out.recipe.yaml"
     with monkeypatch.context() as patch:
         patch.setattr(module, "write_whole", dying)
@@ -169,7 +168,7 @@ def test_a_killed_build_takes_up_its_recipe(tmp_path, prompts, monkeypatch):
     result = build(config)
     assert path.read_bytes() == kept
     assert result.mix == mix_of(replace(config, output=tmp_path / "out", force=True))[1]
-    wanted = build(config_of("qwen3_5", tmp_path / "whole", recipe=path))
+    wanted = build(config_of("qwen3", tmp_path / "whole", recipe=path))
     assert digests(result.bundle) == digests(wanted.bundle)
 
 
@@ -185,7 +184,7 @@ def test_ctrl_c_names_the_command(tmp_path, prompts, monkeypatch):
 
 
 def test_a_recipe_of_other_inputs_is_not_lost(tmp_path, prompts, monkeypatch):
-    config = config_of("qwen3_5", tmp_path / "out", quality_target=1e9, prompts=prompts)
+    config = config_of("qwen3", tmp_path / "out", quality_target=1e9, prompts=prompts)
     mix_of(config)
     path = tmp_path / "out.recipe.yaml"
     text = path.read_text()
@@ -230,6 +229,18 @@ def test_a_budget_below_the_least_is_refused_before_any_work(tmp_path, prompts, 
     monkeypatch.setattr(module, "Run", dying)
     with pytest.raises(BuildError, match=r"--bytes-budget is 1000, and a cycle reads \d+ bytes"):
         build(config_of("qwen3_5", tmp_path / "out", bytes_budget=1000, prompts=prompts))
+    assert not list(tmp_path.iterdir())
+
+
+def test_formats_that_no_kernel_takes_are_refused_before_any_work(tmp_path, prompts, monkeypatch):
+    def taken(choice, recipe, *_):
+        if any(one.format == "fp8" for one in recipe.overrides):
+            raise BackendError("no FP8 here")
+
+    monkeypatch.setattr(module, "find_backends", taken)
+    monkeypatch.setattr(module, "Run", dying)
+    with pytest.raises(BackendError, match="no FP8 here"):
+        build(config_of("qwen3_5", tmp_path / "out", quality_target=0.1, prompts=prompts))
     assert not list(tmp_path.iterdir())
 
 
