@@ -31,7 +31,7 @@ from edge_dflash.common.files import is_there, read_text, write_whole
 from edge_dflash.common.progress import Progress
 from edge_dflash.common.tables import MOST, decode, encode
 from edge_dflash.errors import BuildError, BundleError
-from edge_dflash.quality.bundle import TaskSet, most_tokens, seconds
+from edge_dflash.quality.bundle import TaskSet, most_tokens, seconds, working
 from edge_dflash.quality.measure import ALL, UNITS, Run, Stores, all_variants
 from edge_dflash.quality.stream import Passes, Variant
 from edge_dflash.quality.texts import Text, fingerprint, make_texts
@@ -92,10 +92,10 @@ def mixed(
         if (mix := _taken_up(path, inputs := json.dumps(given), force=config.force)) is None:
             mixing.check()
             say(mixing.forecast())
-            mix = mixing.chosen()
-            text = f"# {json.dumps(encode(mix))}\n{dump_recipe(_recipe(decided, mix, mixing.texts))}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, f"# {_mark(inputs, text)}\n{text}".encode())
+            with working(mixing.folder, hashlib.sha256(inputs.encode()).hexdigest()):
+                mix = mixing.chosen()
+                text = f"# {json.dumps(encode(mix))}\n{dump_recipe(_recipe(decided, mix, mixing.texts))}"
+                write_whole(path, f"# {_mark(inputs, text)}\n{text}".encode())
     mix = replace(mix, recipe=str(path))
     for line in _table(mix):
         say(line)
@@ -107,6 +107,7 @@ class _Mixing:
 
     def __init__(self, decided: Decisions, chooser: Callable[[], Choose], pool: Executor, progress: Progress) -> None:
         self._decided, self._chooser, self._pool, self._progress = decided, chooser, pool, progress
+        self.folder = decided.config.output.with_name(f"{decided.config.output.name}.mix")  # what was measured so far
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._passes, self._base = Passes.of(decided.pair), decided.manifest.weights
         specs, store = decided.programs.weights, decided.store
@@ -143,12 +144,20 @@ class _Mixing:
         )
 
     def _measured(self, formats: Formats, variants: Mapping[str, Variant]) -> dict[str, float]:
-        """Mean KLD of each variant that differs from the source."""
-        store = self._decided.store
-        other = Converted(self._decided, formats, self._chooser(), self._pool)
-        stores = Stores(store, other, release=store.release)
-        found = Run(self._passes, stores, self._ids, variants, device=self._device).compared(self._progress)
-        return {name: one.figures().kld.mean for name, one in found.items()}
+        """Mean KLD of each variant that differs from the source; measured once, also by a build that was killed."""
+        what = sorted(formats.items()), sorted(variants)
+        kept = self.folder / f"{hashlib.sha256(repr(what).encode()).hexdigest()}.json"
+        if not kept.exists():
+            store = self._decided.store
+            other = Converted(self._decided, formats, self._chooser(), self._pool)
+            stores = Stores(store, other, release=store.release)
+            run = Run(self._passes, stores, self._ids, variants, device=self._device, folder=self.folder)
+            found = {name: one.figures().kld.mean for name, one in run.compared(self._progress).items()}
+            for state in self.folder.glob("*.safetensors"):  # it is no other run's
+                state.unlink()
+            write_whole(kept, json.dumps(found).encode())
+        klds: dict[str, float] = json.loads(kept.read_bytes())
+        return klds
 
     def _formats(self, units: Formats) -> Formats:
         """Of all weights, where some units have other formats than the recipe's."""

@@ -151,7 +151,7 @@ def measure(
 
     made_of = source.digest, source.stamps, fingerprint(bundle.manifest), given.fingerprint(texts)
     key = hashlib.sha256(repr((*made_of, __version__, arithmetic(), device)).encode()).hexdigest()
-    with _working(folder, key):
+    with working(folder, key):
         ids = [text.ids for text in texts]
         run = Run(passes, Stores(source.store, bundle, kv, release), ids, variants, device=device, folder=folder)
         found = run.compared(progress)
@@ -287,7 +287,7 @@ def _chunks(ids: Sequence[int], rows: int) -> list[list[int]]:
 
 
 @contextmanager
-def _working(folder: Path, key: str) -> Iterator[None]:
+def working(folder: Path, key: str) -> Iterator[None]:
     """A locked directory for the state of what ``key`` names; an earlier run's of anything else is removed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -308,5 +308,5 @@ def _working(folder: Path, key: str) -> Iterator[None]:
 
 def _clear(folder: Path) -> None:
     for path in folder.iterdir():
-        if path.suffix in (".safetensors", ".part", ".key"):
+        if path.suffix in (".safetensors", ".part", ".key", ".json"):
             path.unlink()

@@ -158,7 +158,7 @@ def test_a_killed_build_takes_up_its_recipe(tmp_path, prompts, monkeypatch):
         patch.setattr(module, "write_whole", dying)
         with pytest.raises(Killed):
             build(config)
-    assert not list(tmp_path.iterdir())
+    assert not path.exists()
     with monkeypatch.context() as patch:
         patch.setattr(write, "_weights", dying)
         with pytest.raises(Killed):
@@ -170,6 +170,35 @@ def test_a_killed_build_takes_up_its_recipe(tmp_path, prompts, monkeypatch):
     assert result.mix == mix_of(replace(config, output=tmp_path / "out", force=True))[1]
     wanted = build(config_of("qwen3", tmp_path / "whole", recipe=path))
     assert digests(result.bundle) == digests(wanted.bundle)
+
+
+def test_a_killed_measurement_goes_on(tmp_path, prompts, monkeypatch):
+    config = config_of("qwen3", tmp_path / "out", quality_target=0.001, prompts=prompts)
+    wanted = mix_of(replace(config, output=tmp_path / "whole"))[1]
+    runs, reads = [], []
+    run, get = module.Run, Converted.get
+
+    def few(*given, **more):
+        runs.append(1)
+        return run(*given, **more) if len(runs) != 3 else dying()
+
+    def counted(store, name):
+        reads.append(name)
+        return get(store, name) if len(reads) != 30 else dying()
+
+    monkeypatch.setattr(module, "Run", few)
+    monkeypatch.setattr(Converted, "get", counted)
+    for _ in range(2):  # in the middle of the units, then at the first mix
+        with pytest.raises(Killed):
+            mix_of(config)
+        assert not (tmp_path / "out.recipe.yaml").exists()
+    layers = [name.split(".")[2] for name in reads[30:] if ".layers." in name]
+    assert layers[0] != "0"  # the run in the middle was taken up behind its first layer
+    found = mix_of(config)[1]
+    assert len(runs) < 3 + 6
+    assert replace(found, recipe="") == replace(wanted, recipe="")
+    assert (tmp_path / "out.recipe.yaml").read_text() == (tmp_path / "whole.recipe.yaml").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"out.recipe.yaml", "whole.recipe.yaml"}
 
 
 def test_ctrl_c_names_the_command(tmp_path, prompts, monkeypatch):
