@@ -22,7 +22,7 @@ from edge_dflash.backends.cuda.tensorrt.dense import EngineOps, check_engines
 from edge_dflash.backends.cuda.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from edge_dflash.backends.cuda.tensorrt.units import HEAD, STATE_UNITS, TOWER, RunEngine, bundle_units, tower_unit
 from edge_dflash.bench.device import profile
-from edge_dflash.builder.decide import _backends, choose
+from edge_dflash.builder.decide import choose, find_backends
 from edge_dflash.decode.backend import Asked, Backend, Precision
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
@@ -163,7 +163,7 @@ def test_mixtures_are_our_kernels_between_plans_in_the_cycles_graph(monkeypatch,
 def test_a_bundle_of_plans_alone_with_experts_is_refused():
     recipe = default_recipe()
     with pytest.raises(BackendError, match="--backend native,tensorrt"):
-        _backends(choose("sm110", "tensorrt", recipe), recipe, MIXED, Wide(), CHUNK)
+        find_backends(choose("sm110", "tensorrt", recipe), recipe, MIXED, Wide(), CHUNK)
 
 
 def runs_of(which):
