@@ -253,7 +253,7 @@ def test_memory_and_work_bound_the_tokens(monkeypatch):
     monkeypatch.setattr(module, "TOKENS", 2048)
     pair = read_pair(Path("tests/configs/qwen3.6-27b/target"), None).text_only
     passes = Passes.of(pair)
-    tokens = module._most_tokens(passes, "fp8", "cpu")
+    tokens = module.most_tokens(passes, "fp8", "cpu")
     assert 200 < tokens < 2048
     variants = all_variants(passes, "fp8", tokens)
     assert module.memory(passes, variants) <= 8e9

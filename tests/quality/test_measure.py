@@ -105,7 +105,7 @@ def test_equal_weights_are_lossless_and_name_no_unit():
 def test_a_stretched_global_scale_is_named(layer):
     store, pair = source()
     faulty = Changed(Changed(store, rounded(pair)), stretched(layer, 1.05))
-    found = sensitivities(Stores(store, faulty), pair, task_texts())
+    found = sensitivities(Stores(store, faulty), pair, task_texts()[:1])
     layers = Counter()
     for name, figures in found.items():
         layers[name.rpartition(".")[0]] += figures.kld.mean
