@@ -36,9 +36,8 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import (
     FLOOR_SHARE,
     SELFTEST,
-    LineResult,
+    Moved,
     SelfTest,
-    TowerResult,
     bf16_step,
     chart,
     load_selftest,
@@ -85,7 +84,7 @@ class SelfTestResult:
     seconds: float
     moved: float  # how far the best logits moved against each other: the median row's share of its spread
     moved_most: float  # and that of the row where they moved most; NaN when a logit is not a number
-    tower: TowerResult | None = None  # of a pair with a vision tower
+    tower: Moved | None = None  # of a pair with a vision tower
     lines_moved: tuple[float, ...] = ()  # of the scored lines, see ScoredLine.moved
 
     @property
@@ -111,13 +110,8 @@ class SelfTestResult:
     @property
     def identical(self) -> bool:
         """Whether nothing at all differs."""
-        tower = self.tower is None or self.tower.identical
-        return (
-            tower
-            and all(one.identical for one in self.lines)
-            and not self.differences
-            and self.drafts_equal == self.drafts
-        )
+        rest = (*self.lines, *([self.tower] if self.tower else []))
+        return all(one.identical for one in rest) and not self.differences and self.drafts_equal == self.drafts
 
     @property
     def target_ok(self) -> bool:
@@ -159,7 +153,7 @@ class SelfTestResult:
         return self.target_ok and self.drafter_ok and self.tower_ok and self.lines_ok
 
     @property
-    def lines(self) -> tuple[LineResult, ...]:
+    def lines(self) -> tuple[Moved, ...]:
         """The scored lines."""
         both = zip(self.recorded.lines, self.lines_moved, strict=False)
         return tuple(line.judge(moved, exact=self.exact) for line, moved in both)

@@ -13,7 +13,7 @@ import os
 import platform
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -256,24 +256,14 @@ class BuildConfig:
     @property
     def command(self) -> str:
         """The command line that runs this build, and resumes it."""
-        words = ["edge-dflash", "build", "--target", str(self.target), "--drafter", str(self.drafter or NO_DRAFTER)]
-        words += ["--arch", self.arch]
-        for flag, value in (
-            ("--backend", self.backend),
-            ("--recipe", self.recipe),
-            ("--rounding", self.rounding),
-            ("--max-context", self.max_context),
-            ("--prefill-chunk", self.prefill_chunk),
-            ("--lanes", self.lanes),
-            ("--quality-target", self.quality_target),
-            ("--bytes-budget", self.bytes_budget),
-            ("--prompts", self.prompts),
-        ):
-            words += [flag, str(value)] if value is not None else []
-        words += [] if self.calibrate else ["--no-calibrate"]
-        words += ["--text-only"] if self.text_only else []
-        words += ["--quality"] if self.quality else []
-        words += ["--output", str(self.output)] + (["--force"] if self.force else [])
+        words = ["edge-dflash", "build"]
+        for one in fields(self)[:-1]:  # the last is no option
+            flag, value = one.name.replace("_", "-"), getattr(self, one.name)
+            value = NO_DRAFTER if value is None and one.name == "drafter" else value
+            if isinstance(value, bool):
+                words += [f"--{flag}" if value else f"--no-{flag}"] if value != one.default else []
+            elif value is not None:
+                words += [f"--{flag}", str(value)]
         return shlex.join(words)
 
 

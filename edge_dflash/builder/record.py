@@ -96,13 +96,12 @@ def record_selftest(bundle: Bundle, progress: Progress = lambda done, total: Non
                 "edge-dflash or of its PyTorch, please report it with the output of edge-dflash verify"
             )
         size = 2 + PASSES * backend.shape.verify_rows
-        lines = [line for line in (prompt[-size:], plain[:size]) if len(line) > 1]
-        values = [scored(backend, line) for line in lines]
+        both = [line for line in (prompt[-size:], plain[:size]) if len(line) > 1]
+        lines = [ScoredLine(line, tuple(scored(backend, line)), 0.0) for line in both]
         seen = _rows(backend, bundle.pair)
         del backend  # its float32 weights
         wide = load(replace(manifest.precision, activations="float32"))
         moved, unrounded = _moved(wide, prompt, plain, lengths, best), _rows(wide, bundle.pair)
-        kept = (ScoredLine(line, tuple(found), 0.0) for line, found in zip(lines, values, strict=True))
         mean = sum(lengths) / len(lengths)
         return SelfTest(
             schema=SCHEMA,
@@ -118,7 +117,7 @@ def record_selftest(bundle: Bundle, progress: Progress = lambda done, total: Non
             rounding=statistics.median(moved),
             rounding_most=max(moved),
             tower=None if seen is None or unrounded is None else TowerTest.of(seen, unrounded),
-            lines=tuple(replace(one, rounding=one.moved(scored(wide, one.tokens))) for one in kept),
+            lines=tuple(replace(one, rounding=one.moved(scored(wide, one.tokens))) for one in lines),
         )
 
 

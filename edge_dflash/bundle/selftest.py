@@ -101,9 +101,10 @@ class TowerTest:
         off = _rms(_sums(rows) - np.array(self.sums))
         return off / self.spread if self.spread > 0 else (math.inf if off else 0.0)
 
-    def judge(self, rows: npt.NDArray[np.float32], *, exact: bool) -> TowerResult:
+    def judge(self, rows: npt.NDArray[np.float32], *, exact: bool) -> Moved:
         """Compare rows [tokens, H]; ``exact``: they must be the same."""
-        return TowerResult(self.moved(rows), EQUAL if exact else ROUNDING * self.rounding + EQUAL)
+        bound = EQUAL if exact else ROUNDING * self.rounding + EQUAL
+        return Moved(self.moved(rows), bound, "the tower's rows moved by {:.2%} of their spread (at most {:.2%})")
 
     def fits(self) -> bool:
         """Whether it could be the test of a tower."""
@@ -112,15 +113,16 @@ class TowerTest:
 
 
 @dataclass(frozen=True)
-class TowerResult:
-    """The rows of the chart here against those at build."""
+class Moved:
+    """Values here against those at build."""
 
-    moved: float  # share of their spread; NaN when one is not a number
+    moved: float  # NaN when one is not a number
     bound: float
+    words: str = ""  # with places for both
 
     @property
     def ok(self) -> bool:
-        """Whether the tower passes."""
+        """Whether they pass."""
         return self.moved <= self.bound  # False for NaN
 
     @property
@@ -130,8 +132,8 @@ class TowerResult:
 
     @property
     def summary(self) -> str:
-        """The number in a few words."""
-        return f"the tower's rows moved by {self.moved:.2%} of their spread (at most {self.bound:.2%})"
+        """The numbers in a few words."""
+        return self.words.format(self.moved, self.bound)
 
     def to_json(self) -> dict[str, Any]:
         """One object with stable keys."""
@@ -150,19 +152,10 @@ class ScoredLine:
         """Nats by which other values stand off, root mean square; NaN where one is not a number."""
         return float(_rms(np.subtract(found, self.logprobs)))
 
-    def judge(self, moved: float, *, exact: bool) -> LineResult:
+    def judge(self, moved: float, *, exact: bool) -> Moved:
         """Whether values may move so far; ``exact``: they must be the same."""
-        return LineResult(moved, SAME_NATS if exact else ROUNDING * self.rounding + LEAST_NATS)
-
-
-@dataclass(frozen=True)
-class LineResult(TowerResult):
-    """Log-probabilities of a line here against those at build, in nats."""
-
-    @property
-    def summary(self) -> str:
-        """The number in a few words."""
-        return f"log-probabilities moved by {self.moved:.2g} nats (at most {self.bound:.2g})"
+        bound = SAME_NATS if exact else ROUNDING * self.rounding + LEAST_NATS
+        return Moved(moved, bound, "log-probabilities moved by {:.2g} nats (at most {:.2g})")
 
 
 def _sums(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:

@@ -55,7 +55,8 @@ class Pace:
         self._choice = drafts
         self._choices = {1: drafts} if isinstance(drafts, DraftChoice) else {}  # by load
         self._cycles: dict[tuple[int, bool], _Recent] = {}  # by load, and whether they drafted
-        self._prefills, self._towers, self._told = _Recent(), _Recent(), _Recent()
+        self._prefills, self._towers = _Recent(), _Recent()
+        self.told = _Recent()  # cycles that were told their tokens, of which no other estimate learns
 
     @property
     def drafts(self) -> int | None:
@@ -111,14 +112,6 @@ class Pace:
         """Note a measured pass of the vision tower."""
         self._towers.append(tokens, seconds)
 
-    def told_seconds(self) -> float:
-        """Longest of the recent cycles that were told their tokens; 0 before the first."""
-        return self._told.longest
-
-    def record_told(self, seconds: float) -> None:
-        """Note a cycle that was told its tokens, of which neither the choice of drafts nor another estimate learns."""
-        self._told.append(1, seconds)
-
     def refuse(self, patience: Patience, seconds: Callable[[], float]) -> FinishReason | None:
         """Why a pass that is expected to take ``seconds`` must not start now; None when it may.
 
@@ -127,7 +120,7 @@ class Pace:
         """
         reason = patience.refuse(seconds)
         if reason == "deadline":
-            for recent in (*self._cycles.values(), self._prefills, self._towers, self._told):
+            for recent in (*self._cycles.values(), self._prefills, self._towers, self.told):
                 recent.forget_slowest()
         return reason
 

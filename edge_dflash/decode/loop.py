@@ -151,7 +151,7 @@ class _Answer:
             yield TOLD
             if not session.answers(request):
                 return
-            if reason := pace.refuse(self.controls, pace.told_seconds):
+            if reason := pace.refuse(self.controls, lambda: pace.told.longest):
                 self.reason = reason
                 yield Step((), reason, verify_seconds=seconds)
                 return
@@ -165,7 +165,7 @@ class _Answer:
             found += of(cycle.logits, told, known=cycle.logprobs)
             session.backend.commit(len(told), lane, cycle.path)
             session.advance(lane, told)
-            pace.record_told(took := time.perf_counter() - began)
+            pace.told.append(1, took := time.perf_counter() - began)
             seconds += took
         self.tokens, self.reason = [prompt[-1]], None if self.budget else request.at_budget
         yield Step((), self.reason, verify_seconds=seconds, first=True, prompt=tuple(found))

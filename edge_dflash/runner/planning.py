@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar, Unpack, overload
+from typing import Any, Generic, TypeAlias, TypeVar, Unpack, overload
 
 from edge_dflash.common import rules
 from edge_dflash.decode.options import Options, PlanOptions
@@ -22,6 +22,7 @@ from edge_dflash.text.prompt import Task, as_messages
 from edge_dflash.text.template import Message
 
 S = TypeVar("S")
+Tasks: TypeAlias = list[str] | list[list[int]] | list[list[Message]]
 
 MOST_CANDIDATES = 8
 _RULES = {
@@ -144,13 +145,7 @@ class Planning(Generic[S]):
 
     @overload
     def score(
-        self,
-        task: list[str] | list[list[int]] | list[list[Message]],
-        *,
-        logprobs: int = 0,
-        deadline: float | None = None,
-        priority: int = 0,
-        caller: str = "",
+        self, task: Tasks, *, logprobs: int = 0, deadline: float | None = None, priority: int = 0, caller: str = ""
     ) -> list[Score]: ...
 
     def score(

@@ -174,6 +174,6 @@ def test_the_command_names_every_choice(tmp_path):
     config = BuildConfig(tmp_path / "a b", tmp_path / "d", tmp_path / "out", max_context=9, calibrate=False, force=True)
     config = replace(config, rounding="max")
     assert config.command == (
-        f"edge-dflash build --target '{tmp_path}/a b' --drafter {tmp_path}/d --arch cpu "
-        f"--rounding max --max-context 9 --no-calibrate --output {tmp_path}/out --force"
+        f"edge-dflash build --target '{tmp_path}/a b' --drafter {tmp_path}/d --output {tmp_path}/out --arch cpu "
+        "--max-context 9 --no-calibrate --force --rounding max"
     )
