@@ -10,7 +10,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -154,11 +154,19 @@ class PlannerSession(Conversing):
             request = self._planner._preparer.prepare(task, options, began, lambda: self._closed or unwanted(), known)
             with self._held():
                 self._wait_for_turn()
-                turn = _Turn(self, request.turn, tools_of(options))
-                self._turn = Job(request, self._engine.manager, self._engine.pace, self._state, turn.settled)
+                settled = partial(self._settled, request.turn, tools_of(options))
+                self._turn = Job(request, self._engine.manager, self._engine.pace, self._state, settled)
                 return self._turn
         finally:
             self._preparing = False
+
+    def _settled(self, said: Sequence[Message], tools: str, answer: Answer, *, committed: bool, thinking: bool) -> None:
+        """Take over a turn that has ended, with what was ``said`` in it; see runner.job.Settled."""
+        if committed:
+            messages = [*self._known.messages, *said, as_message(answer)]
+            self._known = Conversation(messages, tools=tools, thinking=thinking)
+        if self._closed:
+            self._state.close()
 
     @contextmanager
     def _held(self, lock: threading.Lock | None = None) -> Iterator[None]:
@@ -186,24 +194,6 @@ class PlannerSession(Conversing):
 
 def _running() -> RequestError:
     return RequestError("a turn of this session is still running; wait for its end, or cancel it")
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """A turn that runs: its session takes it over when it has ended."""
-
-    session: PlannerSession
-    said: Sequence[Message]
-    tools: str
-
-    def settled(self, answer: Answer, *, committed: bool, thinking: bool) -> None:
-        """See runner.job.Settled."""
-        session, known = self.session, self.session._known
-        if committed:
-            said = [*known.messages, *self.said, as_message(answer)]
-            session._known = Conversation(said, tools=self.tools, thinking=thinking)
-        if session._closed:
-            session._state.close()
 
 
 _DEEPEST = 200  # levels of a note, far below those at which writers and templates give up

@@ -6,8 +6,8 @@ import asyncio
 import copy
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from edge_dflash.client.choice import RemoteChoice, error_of, json_of, open_of, unreadable
@@ -15,7 +15,6 @@ from edge_dflash.decode.options import Options
 from edge_dflash.errors import EdgeDflashError, RequestError, ServiceError
 from edge_dflash.result import Plan
 
-T = TypeVar("T")
 _CONNECT_SECONDS = 10.0
 GRACE = 1.0  # seconds past its deadline, which the service keeps, after which the connection is left
 
@@ -98,13 +97,10 @@ class Connection:
         finally:
             self._loop.stop()
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """A short exchange of JSON. Raises the error that the server answers with; ServiceError: no answer."""
         self._check_open()
-        return self._run(self._call(method, path, body))
+        return asyncio.run_coroutine_threadsafe(self._call(method, path, body), self._loop).result()
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         try:

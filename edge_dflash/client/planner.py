@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -47,16 +46,8 @@ _ARGUMENTS = {
 _EXTRAS = tuple(name for name, place in DECLARED.items() if place.http)
 
 
-@dataclass(frozen=True)
-class Served:
-    """A bundle that a service serves."""
-
-    model: str  # its name there
-    card: Mapping[str, Any]  # what the service says of it
-
-
-def pick(listing: object, model: str | None, url: str) -> Served:
-    """The model of a service's ``/v1/models``.
+def pick(listing: object, model: str | None, url: str) -> Mapping[str, Any]:
+    """The entry of a model in a service's ``/v1/models``: its name there, and what the service says of it.
 
     Raises ServiceError when it lists none of that name, is another server, or has not loaded its bundle yet.
     """
@@ -67,13 +58,13 @@ def pick(listing: object, model: str | None, url: str) -> Served:
     card = next((card for card in cards if model in (None, card["id"])), None)
     if card is None:
         raise ServiceError(f"{url} has no model {model!r}; it has {', '.join(card['id'] for card in cards[:8])}")
-    if not isinstance(details := card.get("edge_dflash"), Mapping):
+    if not isinstance(card.get("edge_dflash"), Mapping):
         raise ServiceError(f"the service at {url} has not loaded its bundle; connect again when /ready answers 200")
-    return Served(card["id"], details)
+    return card
 
 
 def ask(
-    served: Served, task: Task, options: Options, *, session: str | None = None, count: int = 1
+    served: Mapping[str, Any], task: Task, options: Options, *, session: str | None = None, count: int = 1
 ) -> tuple[str, dict[str, Any]]:
     """Path and body of the request for a plan, or for ``count`` candidates; ``session``: its name there.
 
@@ -81,13 +72,13 @@ def ask(
     """
     if not isinstance(options.relaxed, bool):
         raise RequestError("relaxed is a Relaxation, whose bounds cannot be sent; give True or False")
-    body: dict[str, Any] = {"model": served.model, "stream": True}
+    body: dict[str, Any] = {"model": served["id"], "stream": True}
     messages = as_messages(task)
     if messages is None:
         body["prompt"] = list(token_ids(task))
     elif options.raw and not isinstance(task, str):
         raise RequestError("raw is given with messages; give one text, or leave raw out")
-    elif options.raw or (isinstance(task, str) and not served.card.get("chat", True)):
+    elif options.raw or (isinstance(task, str) and not served["edge_dflash"].get("chat", True)):
         body["prompt"] = task
     else:
         body["messages"] = with_urls(messages)
@@ -168,22 +159,22 @@ class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePla
     @property
     def model(self) -> str:
         """Name of the model on the service."""
-        return self._served.model
+        return str(self._served["id"])
 
     @property
     def shape(self) -> PairShape:
         """Sizes of the pair."""
-        return PairShape.told(self._served.card)
+        return PairShape.told(self._served["edge_dflash"])
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a plan."""
-        return tuple(self._served.card["stop_token_ids"])
+        return tuple(self._served["edge_dflash"]["stop_token_ids"])
 
     @property
     def fingerprint(self) -> str:
         """Of the bundle."""
-        return str(self._served.card["fingerprint"])
+        return str(self._served["edge_dflash"]["fingerprint"])
 
     @property
     def waiting(self) -> int:

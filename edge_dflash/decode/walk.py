@@ -62,20 +62,16 @@ class MarkovStep:
 
     def _bias(self, h: Floats, e: Floats) -> Floats:
         """What W2 multiplies."""
-        match self._op.kind:
-            case "vanilla":
-                return e
-            case "gated":
-                matrix, bias = self._mix
-                gate = sigmoid(matrix @ np.concatenate((h, e)) + bias)
-                return gate * e
-            case "rnn":
-                matrix, bias = self._mix
-                g, c, o = np.split(matrix @ np.concatenate((self._state, e, h)) + bias, 3)
-                keep = sigmoid(g)
-                self._state = keep * self._state + (1 - keep) * np.tanh(c)
-                out: Floats = np.tanh(o)
-                return out
+        if self._op.kind == "vanilla":
+            return e
+        matrix, bias = self._mix
+        if self._op.kind == "gated":
+            return sigmoid(matrix @ np.concatenate((h, e)) + bias) * e
+        g, c, o = np.split(matrix @ np.concatenate((self._state, e, h)) + bias, 3)
+        keep = sigmoid(g)
+        self._state = keep * self._state + (1 - keep) * np.tanh(c)
+        out: Floats = np.tanh(o)
+        return out
 
 
 class WalkRows:

@@ -40,19 +40,9 @@ class Task:
 
 def task_from_json(value: dict[str, Any]) -> Task:
     """The task of a line of heldout.jsonl."""
-    goal = value["goal"]
-    return Task(
-        seed=value["seed"],
-        kind=value["kind"],
-        scene=scene_from_json(value["scene"]),
-        goal=Goal(goal["kind"], tuple(goal["things"]), goal["to"]),
-        rules=tuple(value["rules"]),
-        goal_text=value["goal_text"],
-        messages=tuple(value["messages"]),
-        thinking=value["thinking"],
-        answer=value["answer"],
-        refusal=value["refusal"],
-    )
+    goal = Goal(value["goal"]["kind"], tuple(value["goal"]["things"]), value["goal"]["to"])
+    made = {"scene": scene_from_json(value["scene"]), "goal": goal}
+    return Task(**{**value, **made, "rules": tuple(value["rules"]), "messages": tuple(value["messages"])})
 
 
 def check_plan(task: Task, text: str) -> list[str]:

@@ -189,10 +189,7 @@ Named = TypeVar("Named", Room, Place, Thing)
 
 def next_named(items: tuple[Named, ...], name: str) -> Named:
     """The item with that name. Raises KeyError."""
-    for item in items:
-        if item.name == name:
-            return item
-    raise KeyError(name)
+    return {item.name: item for item in items}[name]
 
 
 def door_name(room: str) -> str:

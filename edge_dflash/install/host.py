@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 from edge_dflash.errors import EdgeDflashError
@@ -51,70 +50,53 @@ class InstallPaths:
 
 
 class Host:
-    """Files only: nothing runs below this root."""
+    """A machine, told through systemd; one that is not ``live`` is a directory tree, below which nothing runs."""
 
-    live = False  # whether a system runs there
-
-    def prepare(self) -> None:
-        """Make the user and the directories, and read the units again."""
-
-    def reload(self) -> None:
-        """Read the units again."""
-
-    def start(self, *, activated: bool, restart: bool) -> bool:
-        """Start the service, its socket first when it is ``activated``; whether it became ready."""
-        return False
-
-    def stop(self) -> None:
-        """Stop service and socket."""
-
-
-class Systemd(Host):
-    """The machine that this runs on."""
-
-    live = True
+    def __init__(self, *, live: bool) -> None:
+        self.live = live
 
     def prepare(self) -> None:
-        """See Host. Raises EdgeDflashError when a step fails."""
-        self._must(("systemd-sysusers", "/etc/sysusers.d/edge-dflash.conf"))
-        self._must(("systemd-tmpfiles", "--create", "/etc/tmpfiles.d/edge-dflash.conf"))
+        """Make the user and the directories, and read the units again. Raises EdgeDflashError when a step fails."""
+        self._must("systemd-sysusers", "/etc/sysusers.d/edge-dflash.conf")
+        self._must("systemd-tmpfiles", "--create", "/etc/tmpfiles.d/edge-dflash.conf")
         self.reload()
 
     def reload(self) -> None:
-        """See Host."""
-        self._must(("systemctl", "daemon-reload"))
+        """Read the units again. Raises EdgeDflashError when that fails."""
+        self._must("systemctl", "daemon-reload")
 
     def start(self, *, activated: bool, restart: bool) -> bool:
-        """See Host. Waits for READY, which large bundles reach after minutes."""
-        _run(("systemctl", "reset-failed", UNIT), quiet=True)
-        if activated and not _run(("systemctl", "is-active", SOCKET), quiet=True):
-            _run(("systemctl", "stop", UNIT))  # systemd takes no socket for a service that runs already
-            if not _run(("systemctl", "start", SOCKET)):
+        """Start the service, its socket first when it is ``activated``; whether it became ready.
+
+        Waits for READY, which large bundles reach after minutes.
+        """
+        self._run("systemctl", "reset-failed", UNIT, quiet=True)
+        if activated and not self._run("systemctl", "is-active", SOCKET, quiet=True):
+            self._run("systemctl", "stop", UNIT)  # systemd takes no socket for a service that runs already
+            if not self._run("systemctl", "start", SOCKET):
                 return False
         elif not activated:
-            _run(("systemctl", "stop", SOCKET), quiet=True)
-        return _run(("systemctl", "restart" if restart else "start", UNIT))
+            self._run("systemctl", "stop", SOCKET, quiet=True)
+        return self._run("systemctl", "restart" if restart else "start", UNIT)
 
     def stop(self) -> None:
-        """See Host."""
+        """Stop service and socket."""
         for unit in (SOCKET, UNIT):
-            _run(("systemctl", "stop", unit), quiet=True)
-        _run(("systemctl", "reset-failed", UNIT), quiet=True)
+            self._run("systemctl", "stop", unit, quiet=True)
+        self._run("systemctl", "reset-failed", UNIT, quiet=True)
 
-    @staticmethod
-    def _must(command: Sequence[str]) -> None:
-        if not _run(command):
+    def _must(self, *command: str) -> None:
+        if self.live and not self._run(*command):
             raise EdgeDflashError(f"{' '.join(command)} failed; see its message above, then give the command again")
+
+    def _run(self, *command: str, quiet: bool = False) -> bool:
+        """Whether a command succeeded; ``quiet``: it may well fail, and says nothing."""
+        try:
+            return self.live and subprocess.run(command, capture_output=quiet, check=False).returncode == 0
+        except OSError:
+            return False
 
 
 def host_of(root: Path) -> Host:
     """Whom to tell about changes below ``root``."""
-    return Systemd() if root.resolve() == Path("/") else Host()
-
-
-def _run(command: Sequence[str], *, quiet: bool = False) -> bool:
-    """Whether a command succeeded; ``quiet``: it may well fail, and says nothing."""
-    try:
-        return subprocess.run(command, capture_output=quiet, check=False).returncode == 0
-    except OSError:
-        return False
+    return Host(live=root.resolve() == Path("/"))

@@ -81,12 +81,6 @@ class AsyncPlanStream(AsyncIterator[Increment]):
             raise RequestError("the stream was not read to its end, so there is no plan yet; await result()")
         return self._stream.plan
 
-    def _attach(self, stream: PlanStream) -> None:
-        """The request was queued. Called on any thread."""
-        self._stream = stream
-        if self._cancelled:
-            stream.cancel()
-
     async def _started(self) -> PlanStream:
         if self._stream is None:
             try:
@@ -171,5 +165,7 @@ class _Shared:
                     self._error = error
                     raise
                 for stream, begun in zip(self.streams, self._begun, strict=True):
-                    stream._attach(begun)
+                    stream._stream = begun
+                    if stream.cancelled:
+                        begun.cancel()
             return self._begun[index]

@@ -40,16 +40,6 @@ class EngineCall(Future[T]):
         self.set_exception(RequestCancelledError("the engine was closed meanwhile; open it again"))
 
 
-def in_one_step(function: Callable[[], T]) -> Callable[[], Generator[None, None, T]]:
-    """The steps of a function."""
-
-    def steps() -> Generator[None, None, T]:
-        yield
-        return function()
-
-    return steps
-
-
 def is_fatal(error: BaseException) -> bool:
     """Whether no engine survives an error of a request or call."""
     return isinstance(error, MemoryError | DeviceLostError) or not isinstance(error, Exception)

@@ -25,7 +25,7 @@ from edge_dflash.decode.loop import NO_TOKENS, Step, resume
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
 from edge_dflash.errors import EngineFailedError, QueueFullError, RequestError
-from edge_dflash.runner.calls import EngineCall, in_one_step, is_fatal
+from edge_dflash.runner.calls import EngineCall, is_fatal
 from edge_dflash.runner.job import Job
 from edge_dflash.runner.observer import Observer
 from edge_dflash.runner.queue import Queue
@@ -113,7 +113,9 @@ class Engine:
                 raise
             if evicted is not None:
                 self._leave(evicted)
-                _fail(evicted, _evicted(evicted.priority, job.priority))
+                of, to = evicted.priority, job.priority
+                why = f"this request, of priority {of}, gave its place in the queue to one of priority {to}; "
+                _fail(evicted, QueueFullError(why + "send it again, or with a higher priority"))
             for one in job.group:
                 one.ticket.cancel, one.ticket.thread = partial(self.cancel, one), self._thread
             if job.deadline is not None and (left := job.deadline - time.perf_counter()) < threading.TIMEOUT_MAX:
@@ -137,7 +139,12 @@ class Engine:
 
     def call(self, function: Callable[[], T]) -> T:
         """:meth:`run` for a function."""
-        return self.run(in_one_step(function))
+
+        def steps() -> Generator[None, None, T]:
+            yield
+            return function()
+
+        return self.run(steps)
 
     def run(self, steps: Callable[[], Generator[None, None, T]]) -> T:
         """Run a small work between two rounds of the requests, and wait for it. Takes no place in the queue.
@@ -439,11 +446,3 @@ def _failed(cause: BaseException) -> EngineFailedError:
     failed = EngineFailedError(f"the engine failed ({reason}) and takes no more requests; close it and open it again")
     failed.__cause__ = cause
     return failed
-
-
-def _evicted(own: int, priority: int) -> QueueFullError:
-    """The error of a request of priority ``own`` whose place another one has now."""
-    return QueueFullError(
-        f"this request, of priority {own}, gave its place in the queue to one of priority {priority}; "
-        "send it again, or with a higher priority"
-    )

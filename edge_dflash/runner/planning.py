@@ -80,13 +80,12 @@ class Planning(Generic[S]):
         """
         began, chosen = time.perf_counter(), Options.of(options)
         n, rank = _checked(n, rank, session)
-        one = n == 1 and rank is None
-        asked, count = (chosen, 1) if one else candidates.asked(chosen, n, rank)
+        asked, count = candidates.asked(chosen, n, rank)
         streams = self._ask(task, session, asked, began, count)
         self._submit(streams[0]._job)
         try:
             plans = [stream.plan for stream in streams]
-            return plans[0] if one else candidates.best(plans, n, rank, chosen)
+            return plans[0] if n == 1 and rank is None else candidates.best(plans, n, rank, chosen)
         except BaseException:
             for stream in streams:
                 stream.cancel()

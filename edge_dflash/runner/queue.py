@@ -24,17 +24,9 @@ REMEMBERED = 1024  # callers and accounts whose counts are kept
 class Waiting(Protocol):
     """What the queue reads of a request."""
 
-    @property
-    def priority(self) -> int:
-        """Higher ones go first."""
-
-    @property
-    def caller(self) -> str:
-        """Who asks, perhaps ``account/name``."""
-
-    @property
-    def deadline(self) -> float | None:
-        """time.perf_counter() by which it has to end."""
+    priority: int  # higher ones go first
+    caller: str  # perhaps account/name
+    deadline: float | None  # time.perf_counter() by which it has to end
 
 
 T = TypeVar("T", bound=Waiting)

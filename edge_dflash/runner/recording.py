@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +187,8 @@ class AnswerLog:
             self._release()  # the file may be another one by then
 
     def _count(self, outcome: str, error: str | None = None) -> None:
-        old = {one.name: getattr(self._stats, one.name) for one in fields(RecordStats)}
-        changed = {outcome: old[outcome] + 1, "error": self._stats.error if error is None else error}
-        self._stats = RecordStats(**(old | changed))
+        changed: dict[str, Any] = {outcome: getattr(self._stats, outcome) + 1}
+        self._stats = replace(self._stats, **changed, error=self._stats.error if error is None else error)
 
 
 def _line(head: str, options: Options, plan: Plan) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 from edge_dflash.backends import selftest
 from edge_dflash.common import rules
@@ -137,13 +137,9 @@ class OpenSettings(EngineSettings):
     @property
     def options(self) -> OpenOptions:
         """The keywords that give them."""
-        given: Any = {one.name: getattr(self, one.name) for one in fields(self)}
-        options: OpenOptions = given
-        return options
+        return cast(OpenOptions, {**vars(self)})
 
     @property
     def engine(self) -> EngineOptions:
         """Those of the planner around the loaded backend."""
-        given: Any = {one.name: getattr(self, one.name) for one in fields(EngineSettings)}
-        options: EngineOptions = given
-        return options
+        return cast(EngineOptions, {one.name: getattr(self, one.name) for one in fields(EngineSettings)})

@@ -125,10 +125,7 @@ class Streamed(Protocol):
     """The request of a stream."""
 
     cancelled: bool  # set by any thread: end at the next commit
-
-    @property
-    def ticket(self) -> Ticket[Any]:
-        """What it gives."""
+    ticket: Ticket[Any]  # what it gives
 
     def reader(self) -> Callable[[Any], Increment]:
         """Makes increments of what the ticket gives, in order."""

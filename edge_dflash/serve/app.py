@@ -87,12 +87,7 @@ async def _defect(request: Request, error: Exception) -> Any:
 
 
 @api.operation(
-    "POST",
-    "/v1/edge_dflash/encode",
-    "Token ids of messages or of a text.",
-    api.ref("Tokens"),
-    api.WITH_BODY,
-    body=lambda new_tokens: bodies.ENCODE,
+    "POST", "/v1/edge_dflash/encode", "Token ids of messages or of a text.", "Tokens", api.WITH_BODY, body=bodies.ENCODE
 )
 async def encode(service: Service, request: Request) -> ASGIApp:
     """The token ids, written piece by piece: a million at once hold the interpreter for 100 ms."""
@@ -108,15 +103,13 @@ async def encode(service: Service, request: Request) -> ASGIApp:
         return Response(await service.on_thread(made), media_type="application/json")
 
 
-@api.operation("GET", "/v1/models", "The one model.", api.ref("ModelList"))
+@api.operation("GET", "/v1/models", "The one model.", "ModelList")
 async def models(service: Service, request: Request) -> ASGIApp:
     """A list of one."""
     return json_response({"object": "list", "data": [_card(service)]})
 
 
-@api.operation(
-    "GET", "/v1/models/{name:path}", "The model, with its sizes.", api.ref("Model"), {404: "There is no such model."}
-)
+@api.operation("GET", "/v1/models/{name:path}", "The model, with its sizes.", "Model", {404: "There is no such model."})
 async def model(service: Service, request: Request) -> ASGIApp:
     """The model of that name."""
     service.check_model(request.path_params["name"])
@@ -140,14 +133,14 @@ def _card(service: Service) -> dict[str, Any]:
 # The service ----------------------------------------------------------------------------------------------------------
 
 
-@api.operation("GET", "/health", "Whether the engine gets on.", api.ref("Health"), unready=True)
+@api.operation("GET", "/health", "Whether the engine gets on.", "Health", unready=True)
 async def health(service: Service, request: Request) -> ASGIApp:
     """200 while the engine gets on or has nothing to do."""
     said = service.health()
     return json_response(said, 200 if said["status"] == "ok" else 503)
 
 
-@api.operation("GET", "/ready", "Whether requests are taken.", api.ref("Ready"), unready=True)
+@api.operation("GET", "/ready", "Whether requests are taken.", "Ready", unready=True)
 async def ready(service: Service, request: Request) -> ASGIApp:
     """200 while requests are taken."""
     return json_response({"status": service.state}, 200 if service.state == "ready" else 503)
@@ -168,14 +161,14 @@ async def openapi(service: Service, request: Request) -> ASGIApp:
 # Sessions -------------------------------------------------------------------------------------------------------------
 
 
-@api.operation("GET", _SESSIONS, "All sessions, open and saved.", api.ref("SessionList"))
+@api.operation("GET", _SESSIONS, "All sessions, open and saved.", "SessionList")
 async def sessions(service: Service, request: Request) -> ASGIApp:
     """Those of the caller's account."""
     _, found = service.loaded(request.state.account)
     return await service.written(lambda: {"object": "list", "data": found.entries()})
 
 
-@api.operation("GET", _SESSIONS + "/{name}", "One session.", api.ref("Session"), api.NAMED)
+@api.operation("GET", _SESSIONS + "/{name}", "One session.", "Session", api.NAMED)
 async def session(service: Service, request: Request) -> ASGIApp:
     """With its messages and token ids when it is open."""
     _, found = service.loaded(request.state.account)
@@ -183,11 +176,7 @@ async def session(service: Service, request: Request) -> ASGIApp:
 
 
 @api.operation(
-    "DELETE",
-    _SESSIONS + "/{name}",
-    "Forget a session and its file.",
-    api.ref("SessionDeleted"),
-    {**api.NAMED, **api.STORED},
+    "DELETE", _SESSIONS + "/{name}", "Forget a session and its file.", "SessionDeleted", api.NAMED | api.STORED
 )
 async def delete_session(service: Service, request: Request) -> ASGIApp:
     """Forget it."""
@@ -198,8 +187,8 @@ async def delete_session(service: Service, request: Request) -> ASGIApp:
 
 
 @api.operation(
-    "POST", _SESSIONS + "/{name}/save", "Write a session.", api.ref("SessionSaved"),
-    {**api.WITH_BODY, **api.NAMED, **api.TAKEN, **api.STORED}, body=lambda new_tokens: bodies.SAVE,
+    "POST", _SESSIONS + "/{name}/save", "Write a session.", "SessionSaved",
+    api.WITH_BODY | api.NAMED | api.TAKEN | api.STORED, body=bodies.SAVE,
 )  # fmt: skip
 async def save_session(service: Service, request: Request) -> ASGIApp:
     """Write it, with ``to`` under another name."""
@@ -211,8 +200,8 @@ async def save_session(service: Service, request: Request) -> ASGIApp:
 
 
 @api.operation(
-    "POST", _SESSIONS + "/{name}/fork", "Another session that goes on from here.", api.ref("SessionForked"),
-    {**api.WITH_BODY, **api.NAMED, **api.RUNS, **api.TAKEN, **api.STORED}, body=lambda new_tokens: bodies.FORK,
+    "POST", _SESSIONS + "/{name}/fork", "Another session that goes on from here.", "SessionForked",
+    api.WITH_BODY | api.NAMED | api.RUNS | api.TAKEN | api.STORED, body=bodies.FORK,
 )  # fmt: skip
 async def fork_session(service: Service, request: Request) -> ASGIApp:
     """Let the session ``to`` go on from this one."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from edge_dflash.common.nested import Items, Object, Tagged, ValueReader, as_json, only
 from edge_dflash.common.rules import FLAG as PYTHON_FLAG
-from edge_dflash.common.rules import TEXT, Rule, Schema, number, one_of, whole
+from edge_dflash.common.rules import TEXT, Rule, Schema, number, one_of, such, whole
 from edge_dflash.decode.logprobs import MOST_ALTERNATIVES
 from edge_dflash.decode.options import DECLARED
 from edge_dflash.runner.planning import MOST_CANDIDATES
@@ -23,16 +23,6 @@ Body = partial(Object, lenient=True)
 FLAG = as_json(PYTHON_FLAG)
 EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}  # does it think?
 CHOICES = ("auto", "none", "required")
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError
-    return value
 
 
 def exactly(optional: Schema | None = None, **properties: Any) -> Schema:
@@ -45,23 +35,17 @@ def exactly(optional: Schema | None = None, **properties: Any) -> Schema:
     }
 
 
-OBJECT = Rule(_object, "give a JSON object", {"type": "object"})
+OBJECT = such(lambda value: isinstance(value, dict), "a JSON object", {"type": "object"})
 STRING: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 
 # Sessions -------------------------------------------------------------------------------------------------------------
 
 _NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"  # of a session: a file of the state directory, no path
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or re.fullmatch(_NAME[1:-1], value) is None:
-        raise ValueError
-    return value
-
-
-NAME = Rule(
-    _name, "give 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit", {"type": "string", "pattern": _NAME}
+NAME = such(
+    lambda value: re.fullmatch(_NAME[1:-1], value) is not None,  # raises TypeError where it is no text
+    "1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit",
+    {"type": "string", "pattern": _NAME},
 )
 FORK = Body({"to": NAME}, {"to": "give the name of the new session"})
 SAVE = Body({"to": NAME, "replace": FLAG})
@@ -69,9 +53,9 @@ SAVE = Body({"to": NAME, "replace": FLAG})
 # Messages -------------------------------------------------------------------------------------------------------------
 
 _URL = {"type": "string", "pattern": "^data:"}  # nothing is fetched
-_IMAGE = {**exactly({"detail": {"enum": ["auto", "low", "high"]}}, url=_URL)}
+_IMAGE = exactly({"detail": {"enum": ["auto", "low", "high"]}}, url=_URL)
 _PARTS = [exactly(type={"const": "text"}, text=STRING), exactly(type={"const": "image_url"}, image_url=_IMAGE)]
-_CONTENT = Rule(_as_it_is, "", {"anyOf": [STRING, {"type": "array", "items": {"anyOf": _PARTS}}]})
+_CONTENT = such(lambda value: True, "", {"anyOf": [STRING, {"type": "array", "items": {"anyOf": _PARTS}}]})
 _SAID = {"required": ["role", "content"], "properties": {"content": {"not": {"type": "null"}}}}
 _CALLED = {"required": ["role", "tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}}
 _CALL_FORM = 'give {"id": ..., "type": "function", "function": {"name": ..., "arguments": "{...}"}}'
@@ -81,7 +65,7 @@ _CALL = Body(
         "type": only("only functions are called", "function"),
         "index": whole(),  # its place in a stream that it came in
         "function": Body(
-            {"name": TEXT, "arguments": Rule(_as_it_is, "", {"type": ["string", "object"]})},
+            {"name": TEXT, "arguments": such(lambda value: True, "", {"type": ["string", "object"]})},
             {"name": _CALL_FORM, "arguments": _CALL_FORM},
         ),
     },

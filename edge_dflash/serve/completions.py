@@ -23,7 +23,7 @@ from edge_dflash.serve import bodies
 from edge_dflash.serve.calls import Call, chat_call, check_results, completion_call
 from edge_dflash.serve.errors import Refusal, dump, json_response
 from edge_dflash.serve.limits import SMALL, Read, held_if_large, read_body
-from edge_dflash.serve.openapi import RUNS, STORED, WITH_BODY, operation, ref
+from edge_dflash.serve.openapi import RUNS, STORED, WITH_BODY, operation
 from edge_dflash.serve.replies import Writer
 from edge_dflash.serve.service import Service, log
 
@@ -38,8 +38,8 @@ _REFUSALS = {**WITH_BODY, **RUNS, **STORED}
 
 
 @operation(
-    "POST", "/v1/chat/completions", "Messages in, an answer out.", ref("ChatCompletion"), _REFUSALS,
-    event=ref("ChatCompletionChunk"), body=bodies.chat,
+    "POST", "/v1/chat/completions", "Messages in, an answer out.", "ChatCompletion", _REFUSALS,
+    event="ChatCompletionChunk", body=bodies.chat,
 )  # fmt: skip
 async def chat(service: Service, request: Request) -> ASGIApp:
     """Answer messages."""
@@ -47,8 +47,8 @@ async def chat(service: Service, request: Request) -> ASGIApp:
 
 
 @operation(
-    "POST", "/v1/completions", "A text or token ids, used as they are.", ref("Completion"), _REFUSALS,
-    event=ref("CompletionChunk"), body=bodies.completion,
+    "POST", "/v1/completions", "A text or token ids, used as they are.", "Completion", _REFUSALS,
+    event="CompletionChunk", body=bodies.completion,
 )  # fmt: skip
 async def completions(service: Service, request: Request) -> ASGIApp:
     """Go on with a text."""

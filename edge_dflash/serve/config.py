@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 from edge_dflash.backends.selftest import Mode
 from edge_dflash.common.files import read_text
 from edge_dflash.common.nested import Object, as_json
-from edge_dflash.common.rules import FLAG, TEXT, FieldError, Rule, number, one_of, whole
+from edge_dflash.common.rules import FLAG, TEXT, FieldError, Rule, number, one_of, such, whole
 from edge_dflash.errors import ConfigError
 from edge_dflash.runner.settings import OpenSettings
 
@@ -39,13 +39,7 @@ def same(name: str) -> Any:
 
 def text(default: str, doc: str) -> Any:
     """A key that is a text; none holds a NUL."""
-
-    def take(value: Any) -> str:
-        if "\0" in TEXT.take(value):
-            raise ValueError
-        return str(value)
-
-    return key(default, Rule(take, "give a text without NUL (U+0000)"), doc)
+    return key(default, such(lambda value: "\0" not in TEXT.take(value), "a text without NUL (U+0000)"), doc)
 
 
 def count(default: int, doc: str, low: int = 0) -> Any:

@@ -21,7 +21,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from logging.handlers import QueueHandler, QueueListener
-from typing import Any
 from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -91,7 +90,7 @@ class RequestLog:
         path = (scope.get("raw_path") or scope["path"].encode("utf-8", "replace")).decode("latin-1").partition("?")[0]
         words = {
             "id": state["id"],
-            "caller": _caller(state),
+            "caller": state.get("account", "-") + (f"/{_safe(caller)}" if (caller := state.get("caller")) else ""),
             **_figures(state.get("plans", ())),
             "seconds": f"{seconds:.3f}",
             **({"outcome": "disconnected"} if state.get("outcome") == "disconnected" else {}),
@@ -110,11 +109,6 @@ class RequestLog:
         left_out = stranger and self._lines > _STRANGERS
         self._left_out += left_out
         return left_out
-
-
-def _caller(state: Mapping[str, Any]) -> str:
-    account, caller = state.get("account", "-"), state.get("caller")
-    return f"{account}/{_safe(caller)}" if caller else account
 
 
 def _figures(plans: Sequence[Plan]) -> dict[str, object]:

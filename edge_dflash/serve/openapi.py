@@ -65,19 +65,19 @@ class Operation:
     method: str
     path: str
     summary: str
-    answer: Schema | None  # JSON; None: text
+    answer: Schema | str | None  # JSON: its schema, or the name of that; None: text
     handler: Callable[..., Any]  # (Service, Request) to an ASGI response; its name is the operation's id
     refusals: Mapping[int, str]
-    body: Callable[[int], Object] | None = None  # with the most tokens of an answer, 0: no limit of the service
-    event: Schema | None = None  # of a stream
+    body: Object | Callable[[int], Object] | None = None  # of the most tokens of an answer, 0: no limit of the service
+    event: str = ""  # of a stream: the name of its schema
     unready: bool = False  # the answer comes with 503, too
 
 
 def operation(
-    method: str, path: str, summary: str, answer: Schema | None, refusals: Mapping[int, str] | None = None, **more: Any
+    method: str, path: str, summary: str, answer: Schema | str | None, refusals: Mapping[int, str] = {}, **more: Any
 ) -> Callable[[Callable[..., Any]], Operation]:
     """The operation of the handler below it; see the fields of :class:`Operation`."""
-    return lambda handler: Operation(method, path, summary, answer, handler, refusals or {}, **more)
+    return lambda handler: Operation(method, path, summary, answer, handler, refusals, **more)
 
 
 def document(
@@ -105,17 +105,18 @@ def _described(one: Operation, config: ServeConfig) -> dict[str, Any]:
         schema = STRING if ":path}" in one.path else NAME.schema
         made["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": schema}]
     if one.body is not None:
-        schema = _with_defaults(one.body(config.limits.new_tokens).schema, config.defaults)
-        made["requestBody"] = {"required": True, "content": _json(schema)}
-    content = {"text/plain": {"schema": STRING}} if one.answer is None else _json(one.answer)
-    if one.event is not None:
+        body = one.body if isinstance(one.body, Object) else one.body(config.limits.new_tokens)
+        made["requestBody"] = {"required": True, "content": _json(_with_defaults(body.schema, config.defaults))}
+    answer = ref(one.answer) if isinstance(one.answer, str) else one.answer
+    content = {"text/plain": {"schema": STRING}} if answer is None else _json(answer)
+    if one.event:
         events = "data: and one of these objects each, then data: [DONE]; an error is the last but one."
-        kinds = {"anyOf": [one.event, ref("Error")]}
+        kinds = {"anyOf": [ref(one.event), ref("Error")]}
         content["text/event-stream"] = {"schema": {**STRING, "description": events}, "x-event": kinds}
     answers = {status: (why, _json(ref("Error"))) for status, why in {**_EVERYWHERE, **one.refusals}.items()}
     answers[200] = ("Done.", content)
     if one.unready:
-        answers[503] = ("No.", _json({"anyOf": [one.answer, ref("Error")]}))
+        answers[503] = ("No.", _json({"anyOf": [answer, ref("Error")]}))
     made["responses"] = {str(status): {"description": why, "content": what} for status, (why, what) in answers.items()}
     return made
 

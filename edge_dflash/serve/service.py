@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -54,11 +55,9 @@ class SystemdNotifier:
         if self._address is None:
             return
         name = "\0" + self._address[1:] if self._address[0] == "@" else self._address
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel:
-                channel.sendto(message.encode(), name)
-        except OSError:
-            pass  # a manager that went away must not take the planner with it
+        gone = suppress(OSError)  # a manager that went away must not take the planner with it
+        with gone, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel:
+            channel.sendto(message.encode(), name)
 
 
 class Service:

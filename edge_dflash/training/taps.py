@@ -174,7 +174,7 @@ class ReferenceTapper:
         """See :class:`Tapper`."""
         memory = Memory.allocate(self._states, len(ids), self._precision, self._bundle.kv_scale)
         found = self._interpreter.run(self._program, ids, memory)
-        return {name: _bits(rows) for name, rows in found.items()}
+        return {name: rows.bfloat16().view(torch.int16).numpy().view(np.uint16) for name, rows in found.items()}
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -244,10 +244,6 @@ def _parts(samples: Sequence[Sample], pair: PairSpec) -> list[list[Sample]]:
         parts[-1].append(one)
         size += len(one.ids)
     return parts
-
-
-def _bits(rows: torch.Tensor) -> Bits:
-    return rows.bfloat16().view(torch.int16).numpy().view(np.uint16)
 
 
 class Shards:

@@ -21,7 +21,7 @@ from edge_dflash.common.files import directory
 from edge_dflash.errors import BundleError, EdgeDflashError
 from edge_dflash.install import host as hosts
 from edge_dflash.install import releases
-from edge_dflash.install.host import InstallPaths, Systemd, host_of
+from edge_dflash.install.host import Host, InstallPaths, host_of
 from edge_dflash.install.service import (
     InstallOptions,
     check_visible,
@@ -589,7 +589,7 @@ def test_a_directory_tree_has_a_next_step_and_a_program_of_its_own(root, program
 
 
 def test_the_system_itself_is_told_through_systemd(monkeypatch):
-    assert isinstance(host_of(type(directory("deploy"))("/")), Systemd)
+    assert host_of(type(directory("deploy"))("/")).live
     assert not host_of(directory("deploy")).live
     told, failing = [], {"is-active"}
 
@@ -598,7 +598,12 @@ def test_the_system_itself_is_told_through_systemd(monkeypatch):
         return subprocess.CompletedProcess(command, 1 if command[1] in failing else 0)
 
     monkeypatch.setattr(hosts.subprocess, "run", run)
-    system = Systemd()
+    tree = Host(live=False)  # below which nothing runs
+    tree.prepare()
+    tree.stop()
+    assert not tree.start(activated=True, restart=True)
+    assert told == []
+    system = Host(live=True)
     system.prepare()
     assert system.start(activated=True, restart=True)
     assert told == [

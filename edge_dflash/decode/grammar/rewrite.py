@@ -115,7 +115,9 @@ class _Rewriting:
             return [self._node(child, merged=merged) for child in value]
         if key in keywords.SINGLE:
             return self._node(value, merged=merged)
-        return _without_minus_zero(value) if key in ("const", "enum") else value
+        if key in ("const", "enum"):  # the library writes -0.0 as -0 and takes nothing else for it
+            return json.loads(json.dumps(value), parse_float=lambda text: float(text) or 0)
+        return value
 
     def _close(self, made: dict[str, Any]) -> None:
         """Name what the schema leaves free inside arrays and objects."""
@@ -155,11 +157,6 @@ def _merged(root: dict[str, Any]) -> set[int]:
                 inside.append(resolve(root, node["$ref"]))
             pending += ((child, merged or _intersects(node)) for child in inside)
     return {found for found, merged in visited if merged}
-
-
-def _without_minus_zero(value: Any) -> Any:
-    """A JSON value for the library, which writes -0.0 as -0 and takes nothing else for it."""
-    return json.loads(json.dumps(value), parse_float=lambda text: float(text) or 0)
 
 
 def _intersects(node: dict[str, Any]) -> bool:
