@@ -87,7 +87,7 @@ class _Robot:
 
     def move(self, name: str, to: str) -> None:
         person = to in dict(self.scene.people)
-        source, spot = self.where[name], self.scene.person_room(to) if person else to
+        source, spot = self.where[name], dict(self.scene.people)[to] if person else to
         if source == spot:
             return
         self.fetch_keys(source, spot)

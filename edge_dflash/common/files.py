@@ -12,7 +12,6 @@ Temporary directories that also go after a kill: the next one of the same name r
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -135,8 +134,7 @@ def check_writable(path: Path, option: str) -> None:
 def check_place(path: Path, option: str) -> None:
     """Raise RequestError, before any work, unless a directory can be made at ``path``, its parents included."""
     try:
-        place = next(parent for parent in path.absolute().parents if is_there(parent))
-        _check_directory(place)
+        _check_directory(next(parent for parent in path.absolute().parents if is_there(parent)))
     except (OSError, ValueError) as error:
         what = getattr(error, "strerror", None) or error
         raise RequestError(f"{option} {path} cannot be made: {what}; give another name") from None
@@ -161,7 +159,7 @@ def write_whole(path: Path, data: bytes) -> None:
     fresh = _beside(path.parent)
     try:
         fresh.write_bytes(data)
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             shutil.copymode(path, fresh)
         fresh.replace(path)
     except BaseException:

@@ -73,14 +73,8 @@ class Budgeted(Generic[Key, Value]):
         self._bytes -= self._sizes.pop(key, 0)
 
     def _figures(self) -> dict[str, int]:
-        return {
-            "entries": len(self._entries),
-            "bytes": self._bytes,
-            "budget": self.budget,
-            "hits": self._hits,
-            "misses": self._misses,
-            "evicted": self._evicted,
-        }
+        counts = {"hits": self._hits, "misses": self._misses, "evicted": self._evicted}
+        return {"entries": len(self._entries), "bytes": self._bytes, "budget": self.budget, **counts}
 
 
 class PrefixStore(Budgeted[bytes, Snapshot]):

@@ -274,7 +274,7 @@ class _World:
         return ""
 
     def _handover(self, name: str, to: str) -> str:
-        if self.gripper != name or self.room != self.scene.person_room(to):
+        if self.gripper != name or self.room != dict(self.scene.people)[to]:
             return f"gripper holds {self.gripper!r}, robot in {self.room}"
         self.gripper, self.given[name] = "", to
         return ""

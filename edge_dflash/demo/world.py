@@ -148,10 +148,6 @@ class Scene:
         """The object called ``name``. Raises KeyError."""
         return next_named(self.things, name)
 
-    def person_room(self, name: str) -> str:
-        """The room of a person. Raises KeyError."""
-        return dict(self.people)[name]
-
     @property
     def doors(self) -> tuple[str, ...]:
         """Names of all doors."""

@@ -70,10 +70,8 @@ def install(
     Raises BundleError for a damaged bundle, EdgeDflashError when the program cannot be seen by the service, the disk is
     too small, or the new release does not become ready; the previous one serves again then.
     """
-    refuse_nul({"bundle": bundle, "root": root, "program": program})
-    options, layout = options or InstallOptions(), InstallPaths(root)
-    host = host or host_of(root)
-    _check_root(host)
+    refuse_nul({"bundle": bundle, "program": program})
+    (layout, host), options = _opened(root, host), options or InstallOptions()
     if options.keep < 1:
         raise EdgeDflashError(f"--keep is {options.keep}; give at least 1")
     program = find_program(program)
@@ -94,8 +92,7 @@ def install(
             _take_back(layout, host, name, before)
         if not changed:
             layout.unserved.unlink(missing_ok=True)
-        gone = releases.prune(layout, options.keep)
-        return _outcome(layout, written, gone, started)
+        return _outcome(layout, written, releases.prune(layout, options.keep), started)
 
 
 def left_to_build(bundle: Path) -> str:
@@ -131,9 +128,7 @@ def rollback(root: Path, *, start: bool = True, host: Host | None = None) -> Out
 
     Raises EdgeDflashError when no release is older or it does not start, BundleError when it is visibly damaged.
     """
-    refuse_nul({"root": root})
-    layout, host = InstallPaths(root), host or host_of(root)
-    _check_root(host)
+    layout, host = _opened(root, host)
     with releases.locked(layout):
         name = releases.previous(layout)
         if name is None:
@@ -150,9 +145,7 @@ def rollback(root: Path, *, start: bool = True, host: Host | None = None) -> Out
 
 def remove(root: Path, *, purge: bool = False, host: Host | None = None) -> Outcome:
     """Stop and remove the service with its releases; ``purge``: configuration, drop-ins and saved sessions too."""
-    refuse_nul({"root": root})
-    layout, host = InstallPaths(root), host or host_of(root)
-    _check_root(host)
+    layout, host = _opened(root, host)
     with releases.locked(layout) if layout.releases.is_dir() else nullcontext():
         host.stop()
         files = [root / path for path in (ENABLED, ACTIVATED, TCP, *FILES)]
@@ -190,9 +183,13 @@ def check_visible(program: Path) -> None:
             )
 
 
-def _check_root(host: Host) -> None:
+def _opened(root: Path, host: Host | None) -> tuple[InstallPaths, Host]:
+    """What is to be changed. Raises EdgeDflashError for who may not."""
+    refuse_nul({"root": root})
+    host = host or host_of(root)
     if host.live and os.geteuid() != 0:
         raise EdgeDflashError("this changes the system; run it with sudo, or give --root DIRECTORY to try it")
+    return InstallPaths(root), host
 
 
 def _write_units(layout: InstallPaths, name: str, options: InstallOptions) -> list[str]:

@@ -32,14 +32,10 @@ class AsyncPlanStream(AsyncIterator[Increment]):
 
     async def __anext__(self) -> Increment:
         if self._increments is None:
-            self._increments = self._read(await self._started())
+            stream = await self._started()
+            read = stream._job.reader()
+            self._increments = (read(given) async for given in each(stream._ticket))
         return await anext(self._increments)
-
-    @staticmethod
-    async def _read(stream: PlanStream) -> AsyncIterator[Increment]:
-        read = stream._job.reader()
-        async for given in each(stream._ticket):
-            yield read(given)
 
     async def __aenter__(self) -> AsyncPlanStream:
         await self._started()

@@ -51,8 +51,7 @@ class Prepared(Request):
             return controls
         controls = replace(controls, spell=tokenizer.token_bytes)
         if self.form is not None:
-            form = constraint_of(self.form, options, self.prompt, tokenizer, controls)
-            controls = replace(controls, constraint=form)
+            controls = replace(controls, constraint=constraint_of(self.form, options, self.prompt, tokenizer, controls))
         if options.stops:
             controls = replace(controls, ends=StopFinder(tokenizer, self.prompt, options.stops))
         return controls

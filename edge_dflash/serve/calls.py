@@ -67,8 +67,7 @@ def completion_call(body: Given, config: ServeConfig) -> Call:
     given = _read(bodies.completion(config.limits.new_tokens), body)
     options = PlanOptions(logprobs=given.get("logprobs"), thinking=False)
     if own := given.get("edge_dflash", {}).get("thinking"):
-        why = "a completion has no chat template, which opens it; send messages"
-        _refuse("edge_dflash.thinking", own, why)
+        _refuse("edge_dflash.thinking", own, "a completion has no chat template, which opens it; send messages")
     echo, scored = given.get("echo", False), options["logprobs"] is not None
     for name in bodies.BUDGETS:
         if given.get(name) == 0 and not (echo and scored):
@@ -128,8 +127,7 @@ def _form(given: Given, options: PlanOptions) -> None:
         options["schema"] = form["json_schema"]["schema"]  # always obeyed, strict or not
     if "stop" in given:
         if given["stop"] and "schema" in options:
-            why = "only its own end ends a response_format: leave stop or response_format out"
-            _refuse("stop", given["stop"], why)
+            _refuse("stop", given["stop"], "only its own end ends a response_format: leave stop or response_format out")
         options["stop"] = given["stop"]
 
 

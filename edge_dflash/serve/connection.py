@@ -125,8 +125,7 @@ class _Bounded(H11Protocol, asyncio.BufferedProtocol):
     def _make_room(self) -> None:
         """End it now, for another one; told if that can be."""
         if self._unread is None and not self._refused:
-            why = f"{self._full}, and this one waited for its client"
-            self._refuse(Refusal(why, status=503, retry_after=1))
+            self._refuse(Refusal(f"{self._full}, and this one waited for its client", status=503, retry_after=1))
         self._ended = True
         if self._wire.get_write_buffer_size() or not self._wire.is_closing():
             self._wire.abort()

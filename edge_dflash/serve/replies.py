@@ -82,8 +82,7 @@ class Writer:
             return None
         made = self._chunk(choice, index)
         if self._call.with_tokens:
-            echo = {"echo": True} if part.prompt_logprobs else {}
-            made["edge_dflash"] = {"tokens": list(part.tokens), **echo}
+            made["edge_dflash"] = {"tokens": list(part.tokens), **({"echo": True} if part.prompt_logprobs else {})}
         return made
 
     def closing(self, plans: Sequence[Plan], details: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -164,14 +163,8 @@ def _usage(plans: Sequence[Plan]) -> dict[str, Any]:
 def _message(plan: Plan) -> dict[str, Any]:
     calls = [call.openai() for call in plan.tool_calls]
     content = None if calls and not plan.text else plan.text or ""
-    thinking = {"reasoning_content": plan.thinking} if plan.thinking else {}
-    return {
-        "role": "assistant",
-        "content": content,
-        "refusal": None,
-        **thinking,
-        **({"tool_calls": calls} if calls else {}),
-    }
+    more = {"reasoning_content": plan.thinking, "tool_calls": calls}
+    return {"role": "assistant", "content": content, "refusal": None, **{key: one for key, one in more.items() if one}}
 
 
 def _continues(byte: int) -> bool:

@@ -82,8 +82,7 @@ def run(
     with contextlib.ExitStack() as stack:
         sockets = stack.enter_context(listening(config, inherited))
         stack.enter_context(held(Path(config.service.state_dir)))
-        service = Service(config, notifier, board, power)
-        asyncio.run(_main(service, keys, sockets, stack.close, showing))
+        asyncio.run(_main(Service(config, notifier, board, power), keys, sockets, stack.close, showing))
 
 
 @contextmanager

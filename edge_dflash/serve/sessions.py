@@ -122,8 +122,7 @@ class Sessions:
         """Let the session ``to`` go on from where ``name`` stands."""
         self.info(name)
         if to == name:
-            why = f"session {name!r} cannot be forked to itself; give another name"
-            raise Refusal(why, status=409, param="to")
+            raise Refusal(f"session {name!r} cannot be forked to itself; give another name", status=409, param="to")
         source = self.acquire(name)
         try:
             with self._used(to, room=True) as target, target.lock:
@@ -173,7 +172,8 @@ class Sessions:
                 problem = f"session {name}: {error}"
                 if not isinstance(error, Refusal) or error.code != _EXISTS:
                     return problem
-            beside = f"{name[:50]}-{_fingerprint(slot)}"  # its file became another's
+            tokens = array("I", slot.session.tokens if slot.session is not None else ())
+            beside = f"{name[:50]}-{blake2b(tokens, digest_size=6).hexdigest()}"  # its file became another's
         try:
             self.save(name, beside, replace=True)
             return f"{problem}; it is saved as {beside!r}"
@@ -309,19 +309,12 @@ def _unsaved(slot: _Slot) -> bool:
     return slot.session is not None and len(slot.session.tokens) > slot.saved
 
 
-def _fingerprint(slot: _Slot) -> str:
-    """What tells the tokens of a session from others."""
-    tokens = slot.session.tokens if slot.session is not None else ()
-    return blake2b(array("I", tokens).tobytes(), digest_size=6).hexdigest()
-
-
 def _unknown(name: str) -> Refusal:
     return Refusal(f"there is no session {name!r}; a request with it makes one", status=404, code="session_not_found")
 
 
 def _exists(name: str) -> Refusal:
-    why = f"session {name!r} exists; give a new name, or delete it"
-    return Refusal(why, status=409, code=_EXISTS, param="to")
+    return Refusal(f"session {name!r} exists; give a new name, or delete it", status=409, code=_EXISTS, param="to")
 
 
 def _busy(name: str) -> Refusal:

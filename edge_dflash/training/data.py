@@ -188,5 +188,4 @@ def _parts(message: dict[str, Any]) -> list[Any]:
 
 def _key(task: TrainingTask) -> str:
     """Hash of a prompt, the same for a text and for the message that it stands for."""
-    said = json.dumps(as_messages(task.asked), sort_keys=True)
-    return hashlib.sha256(said.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(as_messages(task.asked), sort_keys=True).encode()).hexdigest()

@@ -66,7 +66,11 @@ def train_drafter(run: TrainingRun, progress: Progress = unheard, say: Say = lam
     with TrainingDir(run) as work:
         if (there := work.done) is not None and (card := read_card(there)) is not None:
             work.clear()  # what a kill behind the end left
-            _check_same(run, card, there)
+            if " ".join(read_tasks(path, most=0).sha256 for path in run.data) != card.data_sha256:  # changed since
+                raise RequestError(
+                    f"{there} was trained on other prompts than {', '.join(map(str, run.data))} has now; give another "
+                    f"--output, or remove {run.output / 'work'}"
+                )
             say(f"nothing to do: {there} is the drafter of this training; remove {work.root} to train it again")
             return TrainingResult(there, card, time.perf_counter() - began)
         folder, card = Training(run, work, progress, say).run_stages()
@@ -124,8 +128,7 @@ class Training:
         self.check_disk(bundle, samples)
         state = self.learn(bundle, write_taps(bundle, samples, work.taps, progress=self.progress, say=self.say))
         self.after(bundle)
-        measures = self.measure(data)
-        card = card_of(run, work.after, bundle, data, answers, state, measures)
+        card = card_of(run, work.after, bundle, data, answers, state, self.measure(data))
         folder = run.output if card.better else run.output / WORSE
         save_weights(folder, bundle.pair, kept_weights(work.training), work.start)
         write_card(folder, card)
@@ -240,8 +243,7 @@ class Training:
 
     def step_seconds(self, bundle: Bundle, tokens: int, folder: Path) -> float:
         """Seconds of a step of answers that have ``tokens`` with their prompts; what they say does not matter."""
-        draw = np.random.default_rng(0)
-        ids = draw.integers(0, bundle.pair.target.vocab_size, (self.run.sequences, tokens))
+        ids = np.random.default_rng(0).integers(0, bundle.pair.target.vocab_size, (self.run.sequences, tokens))
         samples = [Sample(tuple(row), tokens // 2) for row in ids.tolist()]
         shards = write_taps(bundle, samples, folder / "taps", progress=self.progress)
         run = replace(self.run, steps=TIMED_STEPS, minutes=0.0, checks=1, patience=0, pause=1e9)
@@ -315,15 +317,6 @@ class Training:
     def _evaluated(self, data: Sequence[TrainingData]) -> list[TrainingTask]:
         """The held-out tasks that are decoded before and after."""
         return [task for each in data for task in spread(each.heldout, max(1, self.run.evaluated // len(data)))]
-
-
-def _check_same(run: TrainingRun, card: DrafterCard, there: Path) -> None:
-    """Raise RequestError where the data of a training that has ended was changed since."""
-    if " ".join(read_tasks(path, most=0).sha256 for path in run.data) != card.data_sha256:
-        raise RequestError(
-            f"{there} was trained on other prompts than {', '.join(map(str, run.data))} has now; give another "
-            f"--output, or remove {run.output / 'work'}"
-        )
 
 
 def _arch(where: str) -> str:

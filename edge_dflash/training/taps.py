@@ -342,8 +342,7 @@ class BatchReader:
 
     def batch(self, number: int) -> Batch:
         """See :meth:`Shards.batch`. Raises OSError where the disk fails."""
-        waited = self._ahead.pop(number, None) or self._thread.submit(self._read, number)
-        found = waited.result()
+        found = (self._ahead.pop(number, None) or self._thread.submit(self._read, number)).result()
         self._ahead = {number + 1: self._thread.submit(self._read, number + 1)}
         return found
 

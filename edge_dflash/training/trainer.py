@@ -52,8 +52,7 @@ def walk_answers(
         lengths: list[list[int]] = [[] for _ in part]
         while bool((at < ends).any()):
             known = ids.gather(1, at[:, None])
-            hidden = drafter.block(context, at[:, None], known)
-            made = drafts(drafter, hidden, known)[:, 0]
+            made = drafts(drafter, drafter.block(context, at[:, None], known), known)[:, 0]
             place = at[:, None] + 1 + torch.arange(made.shape[1], device=ids.device)
             right = (made == ids.gather(1, place.clamp(max=ids.shape[1] - 1))) & (place <= ends[:, None])
             count = right.long().cumprod(1).sum(1) + 1

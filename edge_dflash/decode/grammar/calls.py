@@ -42,8 +42,7 @@ class AnswerForm:
         """Rule ``form``. Raises RequestError for a schema that could not be enforced."""
         if self.kind == "regex":
             return f"form: FORM\nFORM: /(?:{_slashed(self.text)})/"
-        schema = json.loads(self.text)
-        return f"form: {_json(schema)}"
+        return f"form: {_json(json.loads(self.text))}"
 
 
 @dataclass(frozen=True)

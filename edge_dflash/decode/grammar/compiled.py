@@ -276,8 +276,7 @@ def _grammars(tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> Grammars:
     with _lock:
         if _owners.get(tokenizer) == 0:  # no one would end them
             raise RequestError(_CLOSED)
-        by_stop = _known.setdefault(tokenizer, {})
-        return by_stop.setdefault(stop, Grammars(tokenizer, stop))
+        return _known.setdefault(tokenizer, {}).setdefault(stop, Grammars(tokenizer, stop))
 
 
 def warm_up(tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> None:
