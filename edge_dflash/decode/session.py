@@ -194,10 +194,8 @@ class SessionManager:
         The last token is never part of it: its pass gives the logits. The session's own state comes first, then the
         prefix store; a gated-delta state cannot be taken back to where a prompt parts from it.
         """
-        present = session.snapshot is not None or self.lanes.of(session) is not None
-        held = session.rows if present else 0
-        same = 0 < held < len(tokens) and session.computed.identities[:held] == tokens[:held]
-        own = held if same else 0
+        held = session.rows if session.snapshot is not None or self.lanes.of(session) is not None else 0
+        own = held if 0 < held < len(tokens) and session.computed.identities[:held] == tokens[:held] else 0
         stored = self.store.longest(tokens[:-1], longer_than=own, counted=counted)
         if stored is not None:
             return Reuse(stored.length, "store"), stored

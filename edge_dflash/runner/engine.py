@@ -233,8 +233,7 @@ class Engine:
                     except BaseException as error:  # it ends the cycles of all
                         outcomes += [error, *(another(error) for _ in range(len(asked) - 1))]
                     self._deliver(list(asked), outcomes)
-                    prompt_seconds = prompted - began if current.first else 0.0
-                    self._owe(prompt_seconds, time.perf_counter() - prompted)
+                    self._owe(prompted - began if current.first else 0.0, time.perf_counter() - prompted)
                 # nothing is held while it waits
                 current = job = step = asked = outcomes = None  # type: ignore[assignment]
         except BaseException as error:  # nobody may wait for an engine that is gone

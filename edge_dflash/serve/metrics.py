@@ -71,7 +71,7 @@ class Metrics:
         self.lanes = gauge("lanes", "Requests that can run at a time.")
         self.lanes_in_use = gauge("lanes_in_use", "Requests that run.")
         self.rate = Rate()
-        gauge("tokens_per_second", "Generated in the last 10 seconds.").set_function(self.rate.of_last_seconds)
+        gauge("tokens_per_second", "Generated in the last 10 seconds.").set_function(self.rate)
         self.queue_depth = gauge("queue_depth", "Requests that wait.")
         self.running = gauge("running", "1 while a request runs.")
         self.stalled = gauge("stalled_seconds", "Time since the engine got on; 0 when it has nothing to do.")
@@ -105,7 +105,7 @@ class Metrics:
         count, seconds = len(step.tokens), step.propose_seconds + step.verify_seconds
         if count == 0:
             return
-        self.rate.add(count)
+        self.rate(count)
         if step.first:
             self.prefill.observe(seconds)
             return
@@ -149,27 +149,19 @@ class Metrics:
 
 
 class Rate:
-    """Tokens a second, of late. Counted and asked from any thread."""
+    """Tokens a second, of late; called by any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
         self._counts: dict[int, int] = {}  # tokens by the second that they were made in
 
-    def add(self, tokens: int) -> None:
-        """So many tokens were made now."""
-        self._late(tokens)
-
-    def of_last_seconds(self) -> float:
-        """Over the RATE_SECONDS until now."""
-        return self._late(0) / RATE_SECONDS
-
-    def _late(self, tokens: int) -> int:
-        """Tokens of the last RATE_SECONDS, with so many more."""
+    def __call__(self, tokens: int = 0) -> float:
+        """The rate of the RATE_SECONDS until now, in which so many more were made."""
         with self._lock:
             now = int(self._clock())
             self._counts = {at: count for at, count in self._counts.items() if at > now - RATE_SECONDS}
             self._counts[now] = self._counts.get(now, 0) + tokens
-            return sum(self._counts.values())
+            return sum(self._counts.values()) / RATE_SECONDS
 
 
 class _BoardCollector(Collector):

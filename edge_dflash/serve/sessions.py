@@ -93,8 +93,7 @@ class Sessions:
         """All names, open and saved."""
         with self._changed:
             opened = {name: slot for name, slot in self._slots.items() if slot.session is not None}
-        names = sorted({*opened, *self._files.names()})
-        return [self._entry(name, opened.get(name)) for name in names]
+        return [self._entry(name, opened.get(name)) for name in sorted({*opened, *self._files.names()})]
 
     def info(self, name: str) -> dict[str, Any]:
         """One session; with messages and tokens when it is open. Raises Refusal for an unknown name."""

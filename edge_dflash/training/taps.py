@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,8 @@ from edge_dflash.weights.safetensors import TensorFiles
 Bits = npt.NDArray[np.uint16]
 Rows = dict[str, Bits]
 """Of one sequence: "taps" [rows, n * H], and perhaps "last" [rows, H], what the target's head reads."""
+Taps = Callable[[Sequence[int]], Rows]
+"""Runs the target over a whole sequence of token ids."""
 STAGE, CHECKING = "taps", "checking taps"
 SHARD_BYTES = 256 << 20  # of a shard, about
 _POOL = 32  # batches that are sorted by length together, so that little is padding
@@ -122,16 +124,6 @@ def write_shard(path: Path, samples: Sequence[Sample], rows: Mapping[str, list[n
         seal(path.parent, {path.name: half})
 
 
-class Tapper(Protocol):
-    """Runs the target over whole sequences."""
-
-    def rows(self, ids: Sequence[int]) -> Rows:
-        """The taps of a sequence of token ids."""
-
-    def close(self) -> None:
-        """Let go of the device."""
-
-
 def tap_rows(drafter: DrafterSpec) -> int:
     """Rows of the target's width that are kept of a token: its taps, and what the head reads where DSpark learns it."""
     return len(drafter.target_layer_ids) + drafter.anchor_drafts
@@ -160,33 +152,30 @@ def tap_program(pair: PairSpec, *, last: bool) -> Program:
     return replace(program, ops=tuple(reversed(kept)), outputs=outputs)
 
 
-class ReferenceTapper:
+def reference_taps(bundle: Bundle, *, last: bool) -> Taps:
     """In torch on the CPU."""
+    program, precision = tap_program(bundle.pair, last=last), bundle.manifest.precision
+    interpreter = Interpreter(TorchWeights(bundle, row_tile=None), precision)
+    known = pair_programs(bundle.pair).prefill.states
+    states = {name: state for name, state in known.items() if not name.startswith("drafter.")}
 
-    def __init__(self, bundle: Bundle, *, last: bool) -> None:
-        self._bundle, self._program = bundle, tap_program(bundle.pair, last=last)
-        self._precision = bundle.manifest.precision
-        self._interpreter = Interpreter(TorchWeights(bundle, row_tile=None), self._precision)
-        states = pair_programs(bundle.pair).prefill.states
-        self._states = {name: state for name, state in states.items() if not name.startswith("drafter.")}
-
-    def rows(self, ids: Sequence[int]) -> Rows:
-        """See :class:`Tapper`."""
-        memory = Memory.allocate(self._states, len(ids), self._precision, self._bundle.kv_scale)
-        found = self._interpreter.run(self._program, ids, memory)
+    def rows(ids: Sequence[int]) -> Rows:
+        found = interpreter.run(program, ids, Memory.allocate(states, len(ids), precision, bundle.kv_scale))
         return {name: rows.bfloat16().view(torch.int16).numpy().view(np.uint16) for name, rows in found.items()}
 
-    def close(self) -> None:
-        """Nothing to let go of."""
+    return rows
 
 
-def open_tapper(bundle: Bundle, *, last: bool) -> Tapper:
-    """The tapper of the bundle's own backend. Raises BackendError where that cannot run here."""
+@contextmanager
+def open_taps(bundle: Bundle, *, last: bool) -> Iterator[Taps]:
+    """By the bundle's own backend. Raises BackendError where that cannot run here."""
     if not bundle.manifest.on_device:
-        return ReferenceTapper(bundle, last=last)
+        yield reference_taps(bundle, last=last)
+        return
     from edge_dflash.backends.cuda.taps import NativeTapper  # needs CUDA's bindings
 
-    return NativeTapper(bundle, last=last)
+    with closing(NativeTapper(bundle, last=last)) as native:
+        yield native.rows
 
 
 def write_taps(
@@ -196,7 +185,7 @@ def write_taps(
     *,
     progress: Progress = unheard,
     say: Callable[[str], None] = lambda line: None,
-    tapper: Callable[..., Tapper] = open_tapper,
+    opened: Callable[..., AbstractContextManager[Taps]] = open_taps,
 ) -> list[Path]:
     """Write the shards of ``samples`` that are missing in ``folder``, and remove others; where they lie.
 
@@ -222,11 +211,11 @@ def write_taps(
     progress(STAGE, 0, total)
     if not missing:
         return list(parts)
-    with closing(tapper(bundle, last=last)) as source:
+    with opened(bundle, last=last) as taps:
         for path in missing:
             rows: dict[str, list[Bits]] = {}
             for one in parts[path]:
-                for name, found in source.rows(one.ids).items():
+                for name, found in taps(one.ids).items():
                     rows.setdefault(name, []).append(found)
                 made += len(one.ids)
                 progress(STAGE, made, total)

@@ -8,7 +8,7 @@ from native_backend_support import ENGINE, checkpoint, device_cubin, store
 from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda.taps import NativeTapper
-from edge_dflash.training.taps import ReferenceTapper
+from edge_dflash.training.taps import reference_taps
 from edge_dflash.weights.formats import bf16_to_f32
 
 pytestmark = pytest.mark.gpu
@@ -28,12 +28,12 @@ def test_rows_are_those_of_the_reference(name, kind):
     one = bundle(name, kind)
     _, programs, _ = checkpoint(name)
     weights = StoreWeights(store(name, kind), {n: store(name, kind).get(n).format for n in programs.weights})
-    ours, theirs = NativeTapper(one, last=True, weights=weights), ReferenceTapper(one, last=True)
+    ours, theirs = NativeTapper(one, last=True, weights=weights), reference_taps(one, last=True)
     rng = np.random.default_rng(0)
     try:
         for length in LENGTHS:
             ids = rng.integers(0, one.pair.target.vocab_size, length).tolist()
-            found, wanted = ours.rows(ids), theirs.rows(ids)
+            found, wanted = ours.rows(ids), theirs(ids)
             assert found.keys() == wanted.keys() == {"taps", "last"}
             for role in found:
                 a, b = bf16_to_f32(found[role]), bf16_to_f32(wanted[role])

@@ -100,16 +100,16 @@ def test_accounts_beyond_the_bound_are_counted_together():
 def test_tokens_a_second_are_those_of_the_last_seconds():
     now = [100.2]
     rate = Rate(lambda: now[0])
-    assert rate.of_last_seconds() == 0.0
+    assert rate() == 0.0
     for _ in range(4):
-        rate.add(5)
+        rate(5)
     now[0] += 3.0
-    rate.add(10)
-    assert rate.of_last_seconds() == 30 / RATE_SECONDS
+    rate(10)
+    assert rate() == 30 / RATE_SECONDS
     now[0] += RATE_SECONDS - 3.0
-    assert rate.of_last_seconds() == 10 / RATE_SECONDS
+    assert rate() == 10 / RATE_SECONDS
     now[0] += RATE_SECONDS
-    assert rate.of_last_seconds() == 0.0
+    assert rate() == 0.0
 
 
 def test_a_service_opens_its_bundle_with_its_lanes(tmp_path, monkeypatch):

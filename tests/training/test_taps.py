@@ -1,6 +1,7 @@
 """Shards of taps: what they hold, what is made again, and what a training reads of them."""
 
 import re
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.training import taps as module
-from edge_dflash.training.taps import BatchReader, Order, ReferenceTapper, Sample, Shards, tap_program, write_taps
+from edge_dflash.training.taps import BatchReader, Order, Sample, Shards, reference_taps, tap_program, write_taps
 from edge_dflash.weights.safetensors import TensorFiles
 
 
@@ -38,16 +39,10 @@ class Counting:
     def __init__(self, inner):
         self.inner, self.calls = inner, []
 
+    @contextmanager
     def __call__(self, bundle, *, last):
-        self.source = ReferenceTapper(bundle, last=last)
-        return self
-
-    def rows(self, ids):
-        self.calls.append(tuple(ids))
-        return self.source.rows(ids)
-
-    def close(self):
-        self.source.close()
+        taps = reference_taps(bundle, last=last)
+        yield lambda ids: self.calls.append(tuple(ids)) or taps(ids)
 
 
 def test_taps_are_those_of_the_prefill_pass(bundle):
@@ -55,7 +50,7 @@ def test_taps_are_those_of_the_prefill_pass(bundle):
     backend = ReferenceBackend(bundle.pair, bundle, manifest.precision, max_context=128)
     backend._weights.row_tile = None
     wanted = backend._interpreter.run(pair_programs(bundle.pair).prefill, ids, backend._lanes[0].memory)
-    found = ReferenceTapper(bundle, last=True).rows(ids)
+    found = reference_taps(bundle, last=True)(ids)
     assert np.array_equal(found["taps"], wanted["taps"].bfloat16().view(torch.int16).numpy().view(np.uint16))
     last = torch.from_numpy(found["last"][-1].view(np.int16)).view(torch.bfloat16)
     assert torch.equal(last, wanted["hidden"][-1].bfloat16())
@@ -69,16 +64,16 @@ def test_a_shard_that_is_missing_or_of_something_else_is_made_again_alone(bundle
     assert len(paths) > 2
     assert seen[-1] == ("taps", sum(len(one.ids) for one in texts), sum(len(one.ids) for one in texts))
     kept, again = [path.read_bytes() for path in paths], Counting(bundle)
-    assert write_taps(bundle, texts, tmp_path, tapper=again) == paths
+    assert write_taps(bundle, texts, tmp_path, opened=again) == paths
     assert again.calls == []
     paths[1].unlink()
     paths[2].write_bytes(kept[2][:-7])  # cut, as by a full disk
-    write_taps(bundle, texts, tmp_path, tapper=again)
+    write_taps(bundle, texts, tmp_path, opened=again)
     assert 0 < len(again.calls) < len(texts)
     assert [path.read_bytes() for path in paths] == kept
     again.calls.clear()
     changed = [*texts[:-1], Sample((*texts[-1].ids[:-1], 1), texts[-1].prompt, texts[-1].heldout)]
-    other = write_taps(bundle, changed, tmp_path, tapper=again)
+    other = write_taps(bundle, changed, tmp_path, opened=again)
     assert 0 < len(again.calls) < len(texts)
     assert other[:-1] == paths[:-1]
     assert set(tmp_path.glob("*.safetensors")) == set(other)  # what was made of other answers is gone
@@ -93,11 +88,11 @@ def test_a_flipped_bit_of_a_shard_is_said_and_the_shard_made_again(bundle, tmp_p
         body[files.entry(name).offset + 1 - (name == "heldout")] ^= 1
         path.write_bytes(body)
         said.clear()
-        write_taps(bundle, texts, tmp_path, say=said.append, tapper=again)
+        write_taps(bundle, texts, tmp_path, say=said.append, opened=again)
         assert path.read_bytes() == kept
         assert re.fullmatch(rf"{path} is damaged: .* hash .*; its taps are made again", said[0]), name
     assert 0 < len(again.calls) < len(texts) * len(files.names())
-    write_taps(bundle, texts, tmp_path, say=said.append, tapper=again)
+    write_taps(bundle, texts, tmp_path, say=said.append, opened=again)
     assert len(said) == 1
 
 
@@ -113,11 +108,11 @@ def test_a_batch_has_what_the_shards_hold(bundle, tmp_path, small_shards):
     assert sorted([*found.training, *found.heldout]) == list(range(len(texts)))
     share = torch.tensor([[0.0, 0.999], [0.5, 0.2]])
     batch = found.batch([0, 4], share).to("cpu")
-    tapper = ReferenceTapper(bundle, last=False)
+    taps = reference_taps(bundle, last=False)
     for row, index in enumerate((0, 4)):
         one = texts[index]
         assert batch.ids[row, : len(one.ids)].tolist() == list(one.ids)
-        wanted = torch.from_numpy(tapper.rows(one.ids)["taps"].view(np.int16)).view(torch.bfloat16).float()
+        wanted = torch.from_numpy(taps(one.ids)["taps"].view(np.int16)).view(torch.bfloat16).float()
         assert torch.equal(batch.taps[row, : len(one.ids)], wanted)
         assert not batch.taps[row, len(one.ids) :].any()
         assert all(one.prompt <= anchor <= len(one.ids) - 2 for anchor in batch.anchors[row].tolist())
