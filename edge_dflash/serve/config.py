@@ -19,16 +19,11 @@ from edge_dflash.common.files import read_text
 from edge_dflash.common.nested import Object, as_json
 from edge_dflash.common.rules import FLAG, TEXT, FieldError, Rule, number, one_of, such, whole
 from edge_dflash.errors import ConfigError
-from edge_dflash.runner.settings import OpenSettings
+from edge_dflash.runner.settings import OpenSettings, setting
 
 MIB = 1 << 20
 _ENDLESS = 2**53  # of numbers: what a float holds exactly
 _OF_SERVICE = ("record", "check_hashes", "self_test")  # settings of a planner that stand under ``service``
-
-
-def key(default: Any, rule: Rule, doc: str) -> Any:
-    """A key of a section: what it may be, and what it means."""
-    return field(default=default, metadata={"rule": rule, "doc": doc, "toml": {}})
 
 
 def same(name: str) -> Any:
@@ -39,18 +34,18 @@ def same(name: str) -> Any:
 
 def text(default: str, doc: str) -> Any:
     """A key that is a text; none holds a NUL."""
-    return key(default, such(lambda value: "\0" not in TEXT.take(value), "a text without NUL (U+0000)"), doc)
+    return setting(default, such(lambda value: "\0" not in TEXT.take(value), "a text without NUL (U+0000)"), doc)
 
 
 def count(default: int, doc: str, low: int = 0) -> Any:
     """A key that is a whole number."""
-    return key(default, whole(low, _ENDLESS).saying(f"a whole number of at least {low}"), doc)
+    return setting(default, whole(low, _ENDLESS).saying(f"a whole number of at least {low}"), doc)
 
 
 def seconds(default: float, doc: str, *, zero: bool = False) -> Any:
     """A key that is a time; ``zero``: none at all is one."""
     rule = number(0 if zero else 1e-9, _ENDLESS)
-    return key(default, rule.saying("a number of at least 0" if zero else "seconds above 0"), doc)
+    return setting(default, rule.saying("a number of at least 0" if zero else "seconds above 0"), doc)
 
 
 @dataclass(frozen=True)
@@ -79,14 +74,14 @@ class ServiceConfig:
         "/var/lib/edge-dflash/state",
         "Where sessions are saved, by one server at a time. The service writes nowhere else.",
     )
-    record: bool = key(
+    record: bool = setting(
         False,
         FLAG,
         "Append prompts and answers to answers.jsonl in state_dir, to train a drafter on: only the service's user can "
         "read it, and who asked is not in it. docs/service.md says more.",
     )
     record_mib: int = count(64, "MiB of that file and the one before it together, at most: the oldest answers go.", 1)
-    log: str = key(
+    log: str = setting(
         "requests",
         one_of("requests", "errors", "none"),
         'Lines of the log: one for each of the "requests" (who, what, status, tokens, seconds; never what was said), '
@@ -144,7 +139,7 @@ class TimeoutConfig:
 class SessionConfig:
     """Conversations that the service keeps."""
 
-    save: str = key(
+    save: str = setting(
         "shutdown",
         one_of("turn", "shutdown", "never"),
         'When sessions are saved: after every "turn", at "shutdown", or "never" but when a client asks.',
@@ -155,13 +150,13 @@ class SessionConfig:
 class DefaultConfig:
     """What holds where a request says nothing."""
 
-    temperature: float = key(
+    temperature: float = setting(
         0.0,
         number(0, _ENDLESS),
         "Temperature of requests that name none. 0 takes the best token each time; OpenAI's own default is 1.",
     )
-    thinking: bool = key(False, FLAG, "Whether the chat template asks for thinking when a request does not say.")
-    draft_confidence: float = key(
+    thinking: bool = setting(False, FLAG, "Whether the chat template asks for thinking when a request does not say.")
+    draft_confidence: float = setting(
         0.0,
         number(0, 1),
         "Drafts from the first on that a drafter with a confidence head is less sure of are not verified, 0 to 1; 0: "
