@@ -46,7 +46,7 @@ class Session:
         self.closed = False
         self.loaded = loaded  # its state came from a file, and nobody knows whether it is that of its tokens
         self.resting = True  # no pass of it comes soon: its lane is the first to be given away
-        self.manager = manager
+        self.manager, self.backend = manager, manager.backend
         self._tokens, self.pictures = list(tokens), pictures  # pictures: needed to compute the state again
         self._request: Request | None = None  # the newest; older ones have ended
         self._initial: tuple[Snapshot | None] | None = None  # what the newest begins with, until its first pass
@@ -54,11 +54,6 @@ class Session:
         self._prompt: Pictured | None = None  # of which the state holds a part, instead of the tokens
         self.rows = max(len(tokens) - 1, 0)  # of the state
         self.snapshot = snapshot  # the state, where no lane holds it
-
-    @property
-    def backend(self) -> Backend:
-        """Where its state is computed."""
-        return self.manager.backend
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -67,16 +67,11 @@ class AnswerLog:
         self._waiting: deque[tuple[str, Options, Plan]] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._stats = RecordStats()
+        self.stats = RecordStats()  # what became of the answers so far
         self._file = -1  # descriptor
         self._size = 0  # bytes of whole lines in it
         self._writer = threading.Thread(target=self._write_all, name="edge-dflash record", daemon=True)
         self._writer.start()
-
-    @property
-    def stats(self) -> RecordStats:
-        """What became of the answers so far."""
-        return self._stats
 
     def of(self, said: Said | None, options: Options) -> Callable[[Plan], None] | None:
         """What is to be told of the plan of a request; None for a prompt that no text says.
@@ -140,7 +135,7 @@ class AnswerLog:
                 break  # else the file was removed meanwhile, and the line with it
         else:
             raise OSError("it is removed as soon as it is written to")
-        if self._stats.error:
+        if self.stats.error:
             log.info("answers are recorded again in %s", self._path)
         self._count("written", error="")
 
@@ -180,15 +175,15 @@ class AnswerLog:
             what = "another process records in it; give each its own file"
         else:
             what = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        if not self._stats.error:
+        if not self.stats.error:
             log.error("answers are not recorded in %s: %s; requests go on, this is told once", self._path, what)
         self._count("failed", error=what)
         if isinstance(error, OSError):
             self._release()  # the file may be another one by then
 
     def _count(self, outcome: str, error: str | None = None) -> None:
-        changed: dict[str, Any] = {outcome: getattr(self._stats, outcome) + 1}
-        self._stats = replace(self._stats, **changed, error=self._stats.error if error is None else error)
+        changed: dict[str, Any] = {outcome: getattr(self.stats, outcome) + 1}
+        self.stats = replace(self.stats, **changed, error=self.stats.error if error is None else error)
 
 
 def _line(head: str, options: Options, plan: Plan) -> bytes:

@@ -132,6 +132,7 @@ class TrainingDir:
         """``dry``: only the first bundle is made here, and a training of other steps or data may follow."""
         refuse_nul(vars(run))
         self.root = run.output / "work"
+        self.gone = f"remove {self.root}"  # the remedy that always helps
         self.start, self.before, self.after = (self.root / name for name in ("start", "before", "after"))
         self.taps, self.training, self.trained = (self.root / name for name in ("taps", "training", "trained"))
         self._of_trained = (self.trained, self.after, building_path(self.after))
@@ -172,11 +173,6 @@ class TrainingDir:
     def has_steps(self) -> bool:
         """Whether a step of the training is kept."""
         return any(self.training.glob(f"{CHECKPOINT}*"))
-
-    @property
-    def gone(self) -> str:
-        """The remedy that always helps."""
-        return f"remove {self.root}"
 
     def forget_training(self) -> None:
         """Remove what comes of the answers, taps apart, which know what they are of."""

@@ -72,11 +72,7 @@ class Vocabulary:
             ids = self.tokenizer.tokenize_bytes(bytes([byte]))
             if self.tokenizer.decode_bytes(ids) != bytes([byte]):
                 raise RequestError(f"structured output needs a token for every byte; 0x{byte:02x} has none")
-
-    @property
-    def size(self) -> int:
-        """Number of ids of the library's vocabulary."""
-        return int(self.tokenizer.vocab_size)
+        self.size = int(self.tokenizer.vocab_size)  # ids of the library's vocabulary
 
 
 # Lark -----------------------------------------------------------------------------------------------------------------
