@@ -87,7 +87,7 @@ def test_accounts_beyond_the_bound_are_counted_together():
     """Whoever asks under ever more names makes no more series."""
     metrics = Metrics(BoardState)
     timings = SimpleNamespace(queue_seconds=0.0, first_token_seconds=0.0)
-    plan = SimpleNamespace(timings=timings, prompt_tokens=1, reused_tokens=0, tokens=(1, 2))
+    plan = SimpleNamespace(timings=timings, prompt_tokens=1, reused_tokens=0, prompt_logprobs=(), tokens=(1, 2))
     for number in (*range(ACCOUNTS + 20), 0):
         metrics.plan(plan, f"key-{number}")
     lines = metrics.text().decode().splitlines()
