@@ -394,8 +394,9 @@ def settle(
         "scales": hashlib.sha256(json.dumps(encode(scales)).encode()).hexdigest(),
         "tools": json.dumps(manifest.tools, sort_keys=True),
     }
-    if config.quality:
-        prompts = repr(config.prompts and TaskSet.read(config.prompts))
+    measured = config.quality, config.quality_target, config.bytes_budget
+    if any(measured):
+        prompts = repr((measured, config.prompts and TaskSet.read(config.prompts)))
         fingerprint["quality"] = hashlib.sha256(prompts.encode()).hexdigest()
     return Decisions(
         *(config, choice, recipe, manifest, programs, store, parts, size, scales, tokenizer_files, fingerprint),

@@ -1,8 +1,8 @@
 """Mixed precision by budget: units measured on weights that are converted on the way, the mix, and its recipe.
 
 Each unit is measured alone in the recipe's format and in FP8; in BF16 it is the source.
-:mod:`edge_dflash.builder.budget` chooses. OUTPUT.recipe.yaml holds the choice, a recipe like any other, which the same
-command takes up instead of measuring again.
+:mod:`edge_dflash.builder.budget` chooses. OUTPUT.recipe.yaml holds the choice, a recipe like any other. Measurements
+are files of the unfinished build: one that was killed makes none twice.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
-from pathlib import Path
 
 import torch
 
@@ -25,12 +24,13 @@ from edge_dflash.board.profiles import largest_board
 from edge_dflash.builder.budget import MEASUREMENTS, Curve, FormatMix, Option, Point, Widening, steps
 from edge_dflash.builder.convert import Choose, convert, one_thread
 from edge_dflash.builder.decide import Decisions, decide, find_backends
-from edge_dflash.checks.footprint import cycle_bytes, read_bytes
+from edge_dflash.builder.journal import WorkDir
+from edge_dflash.bundle.parts import JOURNAL, building_path, read_journal
+from edge_dflash.checks import footprint
 from edge_dflash.checks.inspect import DEFAULT_CONTEXT
-from edge_dflash.common.files import is_there, read_text, write_whole
+from edge_dflash.common.files import LARGE, is_there, read_bytes, write_whole
 from edge_dflash.common.progress import Progress
-from edge_dflash.common.tables import MOST, decode, encode
-from edge_dflash.errors import BuildError, BundleError
+from edge_dflash.errors import BuildError
 from edge_dflash.quality.bundle import TaskSet, most_tokens, seconds, working
 from edge_dflash.quality.measure import ALL, UNITS, Run, Stores, all_variants
 from edge_dflash.quality.stream import Passes, Variant
@@ -43,6 +43,7 @@ from edge_dflash.weights.recipe import WIDE_MODULES, Override, Recipe, dump_reci
 _ROUND = 1e-7  # seconds of a core for each value of a weight
 _WIDER: tuple[WeightFormat, ...] = ("fp8", "bf16")  # the second one is the source
 _SHOWN = 16  # points of a curve
+MEASURED = ".kld"  # ends the names of files of an unfinished build
 _LINEARS = {  # of a unit of each kind, below its layer
     "attention": ("self_attn.*_proj",),
     "gated_delta": ("linear_attn.*_proj", "linear_attn.in_proj_[!ab]*"),
@@ -75,39 +76,23 @@ class Converted:
         return self._kept[name]
 
 
-def mixed(
-    decided: Decisions, chooser: Callable[[], Choose], progress: Progress, say: Callable[[str], None]
-) -> tuple[Decisions, FormatMix]:
-    """The build with the mix of its budget: that of an earlier call's recipe, or measured.
+class Mixing:
+    """Measures and chooses the mix of a build's budget.
 
     ``chooser`` gives what chooses block scales, for which it may run the calibration.
-    Raises BuildError for a budget that no mix keeps, and RequestError for bad prompts.
     """
-    config = decided.config
-    path = config.output.with_name(f"{config.output.name}.recipe.yaml")
-    small = decided.pair.target.hidden_size <= SMALL_MODEL
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool, one_thread() if small else nullcontext():
-        mixing = _Mixing(decided, chooser, pool, progress)
-        given = [decided.fingerprint, config.quality_target, config.bytes_budget, mixing.texts]
-        if (mix := _taken_up(path, inputs := json.dumps(given), force=config.force)) is None:
-            mixing.check()
-            say(mixing.forecast())
-            with working(mixing.folder, hashlib.sha256(inputs.encode()).hexdigest()):
-                mix = mixing.chosen()
-                text = f"# {json.dumps(encode(mix))}\n{dump_recipe(_recipe(decided, mix, mixing.texts))}"
-                write_whole(path, f"# {_mark(inputs, text)}\n{text}".encode())
-    mix = replace(mix, recipe=str(path))
-    for line in _table(mix):
-        say(line)
-    return replace(decide(replace(config, recipe=path)), config=config), mix
 
+    def __init__(self, decided: Decisions, chooser: Callable[[], Choose], progress: Progress) -> None:
+        """Check everything before any work.
 
-class _Mixing:
-    """Measures and chooses."""
-
-    def __init__(self, decided: Decisions, chooser: Callable[[], Choose], pool: Executor, progress: Progress) -> None:
-        self._decided, self._chooser, self._pool, self._progress = decided, chooser, pool, progress
-        self.folder = decided.config.output.with_name(f"{decided.config.output.name}.mix")  # what was measured so far
+        Raises BuildError for a budget below the least, and for a recipe of other inputs that is in the way,
+        BackendError where the backend takes no wider units, and RequestError for bad prompts.
+        """
+        self._decided, self._chooser, self._progress = decided, chooser, progress
+        output = decided.config.output
+        self._recipe = output.with_name(f"{output.name}.recipe.yaml")
+        begun = read_journal(building_path(output) / JOURNAL)[0] or {}
+        self._check_free(own=begun.get("fingerprint") == decided.fingerprint)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._passes, self._base = Passes.of(decided.pair), decided.manifest.weights
         specs, store = decided.programs.weights, decided.store
@@ -117,19 +102,37 @@ class _Mixing:
         quantized = {name for name in linears if FORMATS[store.get(name).format].quantized}
         self._free = [unit for unit, names in self._units.items() if names.isdisjoint(quantized)]
         texts = _texts(decided, most_tokens(self._passes, "float32", self._device))
-        self._ids, self.texts = [text.ids for text in texts], fingerprint(texts)
+        self._ids, self._texts = [text.ids for text in texts], fingerprint(texts)
         variants = all_variants(self._passes, "float32", sum(map(len, self._ids)))
         self._whole = {ALL: variants[ALL]}
         self._alone = {unit: variants[f"{UNITS}{unit}"] for unit in self._units}
-
-    def check(self) -> None:
-        """Raise BuildError for a budget below the least, and BackendError where the backend takes no wider units."""
-        config, made = self._decided.config, self._decided.manifest
+        config, made = decided.config, decided.manifest
         if config.bytes_budget is not None:
             Curve((), self._cycle({}), 0.0, 0.0).within(config.bytes_budget)
         for form in _WIDER:
-            recipe = _widened(self._decided.recipe, dict.fromkeys(self._free, form))
-            find_backends(self._decided.choice, recipe, made.pair, self._decided.store, made.prefill_chunk)
+            recipe = _widened(decided.recipe, dict.fromkeys(self._free, form))
+            find_backends(decided.choice, recipe, made.pair, store, made.prefill_chunk)
+
+    def mixed(self, work: WorkDir, say: Callable[[str], None]) -> tuple[Decisions, FormatMix]:
+        """The build with its mix. Raises BuildError for a budget that no mix keeps, or a recipe that was changed."""
+        say(self.forecast())
+        config, small = self._decided.config, self._decided.pair.target.hidden_size <= SMALL_MODEL
+        with one_thread() if small else nullcontext():
+            mix = self._chosen(work)
+        text = dump_recipe(_recipe(self._decided, mix, self._texts)).encode()
+        self._check_free(own=is_there(self._recipe) and read_bytes(self._recipe, LARGE) == text)
+        write_whole(self._recipe, text)
+        mix = replace(mix, recipe=str(self._recipe))
+        for line in _table(mix):
+            say(line)
+        return replace(decide(replace(config, recipe=self._recipe)), config=config), mix
+
+    def _check_free(self, *, own: bool) -> None:
+        if is_there(path := self._recipe) and not own and not self._decided.config.force:
+            raise BuildError(
+                f"{path} is there, and not what this build makes: its inputs were others, or it was changed; build "
+                f"with --recipe {path} alone, move it away, or replace it with --force"
+            )
 
     def forecast(self) -> str:
         """What is about to be done, in a line."""
@@ -143,20 +146,22 @@ class _Mixing:
             f"about {minutes:.0f} min at most" + (f"; {kept} units stay quantized as they are" if kept else "")
         )
 
-    def _measured(self, formats: Formats, variants: Mapping[str, Variant]) -> dict[str, float]:
+    def _measured(self, work: WorkDir, formats: Formats, variants: Mapping[str, Variant]) -> dict[str, float]:
         """Mean KLD of each variant that differs from the source; measured once, also by a build that was killed."""
-        what = sorted(formats.items()), sorted(variants)
-        kept = self.folder / f"{hashlib.sha256(repr(what).encode()).hexdigest()}.json"
-        if not kept.exists():
-            store = self._decided.store
-            other = Converted(self._decided, formats, self._chooser(), self._pool)
-            stores = Stores(store, other, release=store.release)
-            run = Run(self._passes, stores, self._ids, variants, device=self._device, folder=self.folder)
-            found = {name: one.figures().kld.mean for name, one in run.compared(self._progress).items()}
-            for state in self.folder.glob("*.safetensors"):  # it is no other run's
-                state.unlink()
-            write_whole(kept, json.dumps(found).encode())
-        klds: dict[str, float] = json.loads(kept.read_bytes())
+        what = self._decided.fingerprint, sorted(formats.items()), sorted(variants)
+        key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+        def measured() -> Iterator[bytes]:
+            store, folder = self._decided.store, work.root / "mix"
+            with ThreadPoolExecutor(os.cpu_count() or 1) as pool, working(folder, key):
+                other = Converted(self._decided, formats, self._chooser(), pool)
+                stores = Stores(store, other, release=store.release)
+                run = Run(self._passes, stores, self._ids, variants, device=self._device, folder=folder)
+                found = {name: one.figures().kld.mean for name, one in run.compared(self._progress).items()}
+            yield json.dumps(found).encode()
+
+        work.add(name := f"{key}{MEASURED}", measured())
+        klds: dict[str, float] = json.loads((work.staging / name).read_bytes())
         return klds
 
     def _formats(self, units: Formats) -> Formats:
@@ -167,14 +172,14 @@ class _Mixing:
         """Bytes of a cycle, as ``inspect`` counts them."""
         manifest, programs = self._decided.manifest, self._decided.programs
         context = min(DEFAULT_CONTEXT, manifest.max_context - manifest.pair.rows)
-        read = read_bytes(programs, self._formats(units))
-        return sum(vars(cycle_bytes(programs, read, manifest.pair, context, manifest.precision.kv)).values())
+        read = footprint.read_bytes(programs, self._formats(units))
+        return sum(vars(footprint.cycle_bytes(programs, read, manifest.pair, context, manifest.precision.kv)).values())
 
-    def _curve(self) -> Curve:
+    def _curve(self, work: WorkDir) -> Curve:
         """Measure every unit in both formats."""
-        base = self._measured(self._base, self._whole | self._alone)
+        base = self._measured(work, self._base, self._whole | self._alone)
         size, fp8 = self._cycle({}), dict.fromkeys(self._free, "fp8")
-        found = self._measured(self._formats(fp8), {unit: self._alone[unit] for unit in self._free})
+        found = self._measured(work, self._formats(fp8), {unit: self._alone[unit] for unit in self._free})
         options = {}
         for unit in self._free:
             klds = (found.get(unit, 0.0), 0.0)
@@ -182,12 +187,12 @@ class _Mixing:
             options[unit] = [Option(size, base.get(unit, 0.0), ""), *(one for one in wider if one.bytes > size)]
         return Curve(steps(options), size, base[ALL], sum(base.get(unit, 0.0) for unit in self._units))
 
-    def chosen(self) -> FormatMix:
+    def _chosen(self, work: WorkDir) -> FormatMix:
         """Measure, choose, and measure what was chosen."""
-        config, curve = self._decided.config, self._curve()
+        config, curve = self._decided.config, self._curve(work)
 
         def measured(taken: Sequence[Widening]) -> float:
-            return self._measured(self._formats(_forms(taken)), self._whole)[ALL]
+            return self._measured(work, self._formats(_forms(taken)), self._whole)[ALL]
 
         found = {0: curve.kld}
         if config.bytes_budget is not None:
@@ -239,28 +244,6 @@ def _recipe(decided: Decisions, mix: FormatMix, texts: str) -> Recipe:
         f"{mix.tokens} tokens, whose SHA-256 is {texts}; {mix.bytes} bytes a cycle"
     )
     return replace(_widened(base, mix.units), name=f"{base.name}-mixed", description=text)
-
-
-def _mark(inputs: str, text: str) -> str:
-    return hashlib.sha256(f"{inputs}\n{text}".encode()).hexdigest()
-
-
-def _taken_up(path: Path, inputs: str, *, force: bool) -> FormatMix | None:
-    """The mix of the recipe at ``path``, if it is of these inputs; None: measure it. Raises BuildError for others."""
-    if not is_there(path):
-        return None
-    try:
-        head, _, text = read_text(path, MOST).partition("\n")
-        if head == f"# {_mark(inputs, text)}":
-            return decode(FormatMix, json.loads(text.partition("\n")[0].removeprefix("# ")), str(path))
-    except (OSError, ValueError, BundleError):
-        pass
-    if force:
-        return None
-    raise BuildError(
-        f"{path} is there, and not what this build makes: its inputs were others, or it was changed; build with "
-        f"--recipe {path} alone, move it away, or replace it with --force"
-    )
 
 
 def _table(mix: FormatMix) -> list[str]:

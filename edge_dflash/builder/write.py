@@ -29,7 +29,7 @@ from edge_dflash.builder.engines import build_engines
 from edge_dflash.builder.finish import BuildResult
 from edge_dflash.builder.importance import FILE, dump_importance, input_of, load_importance
 from edge_dflash.builder.journal import WorkDir
-from edge_dflash.builder.mixed import mixed
+from edge_dflash.builder.mixed import MEASURED, Mixing
 from edge_dflash.builder.record import fit_warning, no_selftest, record_selftest
 from edge_dflash.builder.scales import CALIBRATION, Scales, dump_scales, load_scales, measure_scales
 from edge_dflash.builder.swap import decide_swap, is_bundle
@@ -68,18 +68,20 @@ def build(
     try:
         with shown(progress) as report:
             decided = decide_swap(config) if is_bundle(config.target) else decide(config)
-            mix = None
+            mix = mixing = None
             if config.quality_target is not None or config.bytes_budget is not None:
                 by = cache(lambda: _chooser(decided, _measured(decided, report)[1]))
-                decided, mix = mixed(decided, by, report, say)
-            for line in decided.lines:
-                say(line)
+                mixing = Mixing(decided, by, report)
             with WorkDir(config.output, decided.fingerprint, config.command, force=config.force) as work:
+                if mixing is not None:
+                    decided, mix = mixing.mixed(work, say)
+                for line in decided.lines:
+                    say(line)
                 manifest = _with_engines(_fill(decided, work, report), decided, work, report)
                 manifest = _with_selftest(manifest, decided, work, report)
                 if config.quality:
                     manifest = _with_quality(manifest, decided, work, report, say)
-                work.finish(dump_manifest(manifest), FILE)
+                work.finish(dump_manifest(manifest), FILE, *(name for name in work.finished if name.endswith(MEASURED)))
             result = BuildResult(config.output, manifest, began, (*decided.warnings, *work.warnings))
             result.mix = mix
             return result

@@ -14,7 +14,8 @@ from edge_dflash.builder import mixed as module
 from edge_dflash.builder import write
 from edge_dflash.builder.convert import by_max
 from edge_dflash.builder.decide import BuildConfig, decide
-from edge_dflash.builder.mixed import Converted, mixed
+from edge_dflash.builder.journal import WorkDir
+from edge_dflash.builder.mixed import Converted
 from edge_dflash.builder.write import build
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checks.inspect import inspect_manifest
@@ -36,8 +37,14 @@ def prompts(tmp_path_factory):
 
 
 def mix_of(config, chooser=lambda: by_max):
-    decided, mix = mixed(decide(config), chooser, unheard, lambda line: None)
-    return decided, mix
+    return mixed(config, chooser)
+
+
+def mixed(config, chooser=lambda: by_max, say=lambda line: None):
+    decided = decide(config)
+    mixing = module.Mixing(decided, chooser, unheard)
+    with WorkDir(config.output, decided.fingerprint, config.command, force=config.force) as work:
+        return mixing.mixed(work, say)
 
 
 def whole_kld(bundle, pair, decided, texts):
@@ -111,8 +118,7 @@ def test_all_wide_is_lossless(tmp_path, prompts):
 @pytest.mark.parametrize("pair", [{"name": "qwen3"}, {"name": "qwen3_5"}, {"name": "qwen3_5", **MOE}])
 def test_overrides_are_the_units(tmp_path, pair):
     decided = decide(config_of(pair.pop("name"), tmp_path / "out", quality_target=1.0, **pair))
-    with ThreadPoolExecutor(1) as pool:
-        mixing = module._Mixing(decided, lambda: by_max, pool, unheard)
+    mixing = module.Mixing(decided, lambda: by_max, unheard)
     for unit in mixing._units:
         made = module._widened(decided.recipe, {unit: "fp8"})
         found = made.formats(decided.programs.weights)
@@ -135,7 +141,7 @@ def test_experts_of_a_layer_keep_one_format(tmp_path, prompts):
 def test_what_is_stored_quantized_stays(tmp_path, prompts):
     config = config_of("modelopt", tmp_path / "out", quality_target=1e-9, prompts=prompts)
     lines = []
-    decided, mix = mixed(decide(config), lambda: by_max, unheard, lines.append)
+    decided, mix = mixed(config, say=lines.append)
     assert "units stay quantized as they are" in lines[0]
     assert all(unit == "lm_head" or unit.endswith("attention") for unit in mix.units)
     stored = {n: decided.store.get(n).format for n in decided.programs.weights}
@@ -153,7 +159,7 @@ def dying(*_, **__):
 
 def test_a_killed_build_takes_up_its_recipe(tmp_path, prompts, monkeypatch):
     config = config_of("qwen3", tmp_path / "out", quality_target=0.001, prompts=prompts)
-    path = tmp_path / "out.recipe.yaml"
+    path, mix = tmp_path / "out.recipe.yaml", build(replace(config, output=tmp_path / "other")).mix
     with monkeypatch.context() as patch:
         patch.setattr(module, "write_whole", dying)
         with pytest.raises(Killed):
@@ -167,7 +173,8 @@ def test_a_killed_build_takes_up_its_recipe(tmp_path, prompts, monkeypatch):
     monkeypatch.setattr(module, "Run", dying)
     result = build(config)
     assert path.read_bytes() == kept
-    assert result.mix == mix_of(replace(config, output=tmp_path / "out", force=True))[1]
+    assert result.mix == replace(mix, recipe=str(path))
+    assert not (tmp_path / "out.building").exists()
     wanted = build(config_of("qwen3", tmp_path / "whole", recipe=path))
     assert digests(result.bundle) == digests(wanted.bundle)
 
@@ -197,11 +204,16 @@ def test_a_killed_measurement_goes_on(tmp_path, prompts, monkeypatch):
         assert not (tmp_path / "out.recipe.yaml").exists()
     layers = [name.split(".")[2] for name in reads[30:] if ".layers." in name]
     assert layers[0] != "0"  # the run in the middle was taken up behind its first layer
-    found = mix_of(config)[1]
+    found = build(config).mix
     assert len(runs) == 3 + whole - 1
     assert replace(found, recipe="") == replace(wanted, recipe="")
     assert (tmp_path / "out.recipe.yaml").read_text() == (tmp_path / "whole.recipe.yaml").read_text()
-    assert {path.name for path in tmp_path.iterdir()} == {"out.recipe.yaml", "whole.recipe.yaml"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "out",
+        "out.recipe.yaml",
+        "whole.building",
+        "whole.recipe.yaml",
+    }
 
 
 def test_ctrl_c_names_the_command(tmp_path, prompts, monkeypatch):
@@ -225,8 +237,9 @@ def test_a_recipe_of_other_inputs_is_not_lost(tmp_path, prompts, monkeypatch):
     changes = {"quality_target": 1e8}, {"prompts": other}, {"recipe": recipe(tmp_path, SHORT)}
     for changed in (replace(config, **change) for change in changes):
         with pytest.raises(BuildError, match="its inputs were others, or it was changed; build with --recipe"):
-            mix_of(changed)
-    for spoiled in (text.replace("nvfp4", "fp8", 1), text.replace('"kld": ', '"kld": 1'), "", "\0", "#\n" * 70_000):
+            build(changed)
+    monkeypatch.setattr(module, "Run", dying)  # nothing is lost by a call that is refused
+    for spoiled in (text.replace("nvfp4", "fp8", 1), text + "keeps: true\n", "", "\0", "#\n" * 70_000):
         path.write_text(spoiled)
         with pytest.raises(BuildError, match="it was changed"):
             mix_of(config)
