@@ -13,7 +13,6 @@ from edge_dflash.board.profiles import named_arch
 from edge_dflash.builder.decide import (
     CREATED_BY,
     BuildConfig,
-    Choice,
     Decisions,
     check_mask_token,
     check_output,
@@ -80,12 +79,15 @@ def decide_swap(config: BuildConfig) -> Decisions:
     refuse(config, manifest)
     drafter = read_drafter_spec(config.drafter, target.num_layers) if config.drafter else None
     pair = match_pair(target, drafter) if drafter else PairSpec(target, None)
-    recipe, choice = _recipe(config, manifest), _choice(manifest)
+    backends = ",".join(name for name in manifest.backends if name != "tensorrt")
+    choice = replace(choose(manifest.arch, backends, default_recipe()), why="the target is that of a bundle")
+    recipe = _recipe(config, manifest)
     pair = recipe.masked(pair)
     programs = pair_programs(pair)
     store = SwappedStore(bundle, config.drafter, programs)
     formats = _formats(recipe, manifest, programs, store)
-    warnings = _left_out(manifest)
+    out = "the bundle's TensorRT plans are left out: they hold the drafter; build from the checkpoints for new ones"
+    warnings: tuple[str, ...] = (out,) if "tensorrt" in manifest.backends else ()
     if "native" in choice.backends:
         formats, _ = decide_native(manifest.arch, recipe, pair, store, formats)
         formats = {name: manifest.weights.get(name, form) for name, form in formats.items()}
@@ -111,7 +113,8 @@ def decide_swap(config: BuildConfig) -> Decisions:
         rounding=None,
     )
     inputs = {**stamps, "bundle": fingerprint(manifest), "lanes": str(new.lanes)}
-    linked = {name: (bundle.path / name, entry) for name, entry in manifest.files.items() if _same(name)}
+    same = ("weights/target-", "kernels/")  # they do not depend on the drafter
+    linked = {name: (bundle.path / name, entry) for name, entry in manifest.files.items() if name.startswith(same)}
     files = copied_files(bundle.path / "tokenizer")
     return settle(config, choice, recipe, new, store, tokenizer, files, inputs, warnings, linked)
 
@@ -121,11 +124,6 @@ def _sources(config: BuildConfig, manifest: Manifest) -> tuple[tuple[SourceFile,
     found, stamps = fingerprints(config.drafter, None, sees=False) if config.drafter else ((), {})
     target = (one for one in manifest.sources if one.model == "target")
     return (*target, *(replace(one, model="drafter") for one in found)), stamps
-
-
-def _same(name: str) -> bool:
-    """Whether a file of the bundle does not depend on the drafter."""
-    return name.startswith(("weights/target-", "kernels/"))
 
 
 def refuse(config: BuildConfig, manifest: Manifest) -> None:
@@ -152,17 +150,6 @@ def refuse(config: BuildConfig, manifest: Manifest) -> None:
         )
     if "native" in manifest.backends and manifest.tools.get("kernels") != kernels_digest():
         raise BuildError("--target is a bundle with kernels of another version; build from the target's checkpoint")
-
-
-def _choice(manifest: Manifest) -> Choice:
-    backends = [name for name in manifest.backends if name != "tensorrt"]
-    return replace(choose(manifest.arch, ",".join(backends), default_recipe()), why="the target is that of a bundle")
-
-
-def _left_out(manifest: Manifest) -> tuple[str, ...]:
-    if "tensorrt" not in manifest.backends:
-        return ()
-    return ("the bundle's TensorRT plans are left out: they hold the drafter; build from the checkpoints for new ones",)
 
 
 def _recipe(config: BuildConfig, manifest: Manifest) -> Recipe:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from edge_dflash.cli.output import Json, emit_json, say, show, stages
-from edge_dflash.cli.plans import WARM_UP_TOKENS, comparison, require_same, same_tokens, timed
+from edge_dflash.cli.plans import WARM_UP_TOKENS, comparison, identical, require_same, timed
 from edge_dflash.cli.usage import opt, switch
 from edge_dflash.common.files import check_place, check_writable, directory, scratch, write_whole
 from edge_dflash.demo import tasks
@@ -198,7 +198,7 @@ def _build(where: Path, *, image: bool) -> None:
 def _json(request: _Request, where: Path, plain: Plan, speculative: Plan, problems: list[str]) -> dict[str, Any]:
     seconds, plain_seconds = speculative.timings.total_seconds, plain.timings.total_seconds
     return {
-        "identical": same_tokens(plain, speculative),
+        "identical": identical(plain, speculative) is not False,
         "valid": not problems,
         "plain_seconds": plain_seconds,
         "speculative_seconds": seconds,

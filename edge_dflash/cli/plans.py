@@ -86,22 +86,16 @@ def comparison(plain: Plan, plain_joules: float | None, speculative: Plan, joule
     return tabled(f"{end}: {words[identical(plain, speculative)]}", ways, columns)
 
 
-def same_tokens(plain: Plan, speculative: Plan) -> bool:
-    """Whether both made the same tokens; of one that its deadline cut, as far as it got."""
-    if "deadline" in (plain.finish_reason, speculative.finish_reason):
-        return all(a == b for a, b in zip(plain.tokens, speculative.tokens, strict=False))
-    return plain.tokens == speculative.tokens
-
-
 def identical(plain: Plan, speculative: Plan) -> bool | None:
-    """:func:`same_tokens`, but None when a deadline cut one shorter, so that not all of the other was compared."""
-    same = same_tokens(plain, speculative)
-    return None if same and len(plain.tokens) != len(speculative.tokens) else same
+    """Whether both made the same tokens; None when a deadline cut one shorter, and they are the same so far."""
+    pairs = zip(plain.tokens, speculative.tokens, strict=False)
+    cut = "deadline" in (plain.finish_reason, speculative.finish_reason) and all(a == b for a, b in pairs)
+    return None if cut and len(plain.tokens) != len(speculative.tokens) else plain.tokens == speculative.tokens
 
 
 def require_same(plain: Plan, speculative: Plan) -> None:
     """Raise VerificationError unless both made the same tokens."""
-    if not same_tokens(plain, speculative):
+    if identical(plain, speculative) is False:
         first, *_ = first_difference(plain.tokens, speculative.tokens) or (0,)
         raise VerificationError(
             f"speculative and plain output differ from token {first} on; see edge-dflash verify, and report it"
