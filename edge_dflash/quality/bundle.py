@@ -17,11 +17,11 @@ from edge_dflash.backends.reference.dense import arithmetic
 from edge_dflash.bundle.manifest import MANIFEST, QUALITY, dump_manifest, fingerprint
 from edge_dflash.bundle.parts import write_file
 from edge_dflash.bundle.reader import Bundle, read_manifest
-from edge_dflash.common.files import LARGE, directory, locked, read_text
+from edge_dflash.common.files import LARGE, directory, locked, open_regular, read_text
 from edge_dflash.common.progress import Progress, Stage
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.replay import Recorded, replay
-from edge_dflash.errors import RequestError, short
+from edge_dflash.errors import CheckpointError, RequestError, short
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.quality import texts as given
@@ -104,11 +104,15 @@ class SourceModel:
                     "the checkpoint that the bundle was made from"
                 )
         digest, stamps = hashlib.sha256(), ""
+        store = PairCheckpoint.open(directory, None, pair_programs(pair).weights)
         for path in sorted((*directory.glob("*.safetensors"), directory / "config.json")):
-            with path.open("rb") as file:
-                digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(_HEAD))
-            stamps += f"{path.stat().st_mtime_ns} "
-        return cls(PairCheckpoint.open(directory, None, pair_programs(pair).weights), digest.hexdigest(), stamps)
+            try:
+                with open_regular(path) as file:
+                    digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(_HEAD))
+                    stamps += f"{path.stat().st_mtime_ns} "
+            except OSError as error:
+                raise CheckpointError(f"cannot read {path}: {error.strerror}; remove it or download it again") from None
+        return cls(store, digest.hexdigest(), stamps)
 
 
 def _target(pair: PairSpec) -> PairSpec:
@@ -199,6 +203,7 @@ def keep(bundle: Path, quality: Quality) -> None:
 
     At every moment the bundle is whole: without the figures, or with them.
     """
+    bundle = bundle.resolve()  # a link's own folder may be on another disk
     manifest, fresh = read_manifest(bundle), bundle.with_name(f"{bundle.name}.manifest")
     files = {name: entry for name, entry in manifest.files.items() if name != QUALITY}
     for text in (None, dump_quality(quality)):
@@ -293,6 +298,9 @@ def working(folder: Path, key: str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             if not (mark := folder / f"{key}.key").exists():
+                if (there := _state(folder)) and there[-1].suffix != ".key":
+                    why = f"a measurement keeps its state there, and {there[0].name} is none of it; move it away"
+                    raise RequestError(f"{folder} is in the way: {why}")
                 _clear(folder)
                 mark.touch()
             yield
@@ -307,6 +315,11 @@ def working(folder: Path, key: str) -> Iterator[None]:
 
 
 def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.suffix in (".safetensors", ".part", ".key", ".json"):
-            path.unlink()
+    for path in _state(folder):
+        path.unlink()
+
+
+def _state(folder: Path) -> list[Path]:
+    """Files of a state; the key, which says whose it is, last."""
+    there = (path for path in folder.iterdir() if path.suffix in (".safetensors", ".part", ".key", ".json"))
+    return sorted(there, key=lambda path: path.suffix == ".key")
