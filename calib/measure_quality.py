@@ -25,9 +25,10 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.demo.tasks import MODELS, check_plan
 from edge_dflash.planner import Planner
 from edge_dflash.quality.bundle import SourceModel
-from edge_dflash.quality.measure import Stores, sensitivities
+from edge_dflash.quality.compare import figures as of_tokens
+from edge_dflash.quality.measure import ALL, Run, Stores
 from edge_dflash.quality.report import Figures
-from edge_dflash.quality.stream import Passes
+from edge_dflash.quality.stream import Passes, Variant
 from edge_dflash.quality.texts import make_texts, parse_tasks
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.training.evaluate import accepted
@@ -100,7 +101,8 @@ def figures(bundle: Path, target: Path, tasks: Sequence[Asked]) -> Figures:
     passes = Passes.of(pair)
     states = {name for names in passes.units.values() for name in names}
     stores, ids = Stores(source.store, opened, opened.manifest.precision.kv), [text.ids for text in texts]
-    return sensitivities(stores, pair, ids, {"all": passes.weights | states})["all"]
+    everything = {ALL: Variant(passes.weights | states, sum(map(len, ids)))}
+    return of_tokens(Run(passes, stores, ids, everything).compared()[ALL])
 
 
 def measured(target: Path, way: str, folder: Path, tasks: Sequence[Asked], before: float | None) -> dict[str, Any]:

@@ -32,14 +32,14 @@ from edge_dflash.weights.formats import (
     WideWeight,
 )
 from edge_dflash.weights.layout import Repacked, Words, pack, row_blocks, shared_part
-from edge_dflash.weights.quantize import ENCODERS, Chooser, absmax, dequantize, fused_group, quantize_nvfp4, wide_tensor
+from edge_dflash.weights.quantize import ENCODERS, Rounder, absmax, dequantize, fused_group, quantize_nvfp4, wide_tensor
 from edge_dflash.weights.safetensors import forget_pages
 from edge_dflash.weights.stacks import ExpertStack, Stack
 
 ROW_BLOCK = 8 << 20  # bytes of a wide matrix that one call reads
 AHEAD = 4  # blocks of rows that are repacked while the one before them is written
 Converter: TypeAlias = "partial[dict[str, Weight]]"  # convert, but for names and run
-Choose: TypeAlias = Callable[[str], Chooser | None]  # by a weight's name; None: block scales of max / 6
+Choose: TypeAlias = Callable[[str], Rounder | None]  # by a weight's name; None: block scales of max / 6
 Run: TypeAlias = Callable[[Callable[[slice], float], Iterable[slice]], Iterable[float]]
 
 
@@ -159,7 +159,7 @@ def _group_amax(
 
 
 def _quantized(
-    weight: Weight, form: WeightFormat, amax: float, choose: Chooser | None, run: Run, *, again: bool
+    weight: Weight, form: WeightFormat, amax: float, choose: Rounder | None, run: Run, *, again: bool
 ) -> Weight:
     if again and form == "nvfp4" and isinstance(weight, Fp8Weight):
         return _nvfp4(weight, amax, choose, run)
@@ -172,7 +172,7 @@ def _quantized(
     return ENCODERS[form](wide_tensor(weight))
 
 
-def _nvfp4(weight: WideWeight | Fp8Weight, amax: float, choose: Chooser | None, run: Run) -> Nvfp4Weight:
+def _nvfp4(weight: WideWeight | Fp8Weight, amax: float, choose: Rounder | None, run: Run) -> Nvfp4Weight:
     """NVFP4 in blocks of rows: with a given amax a row's codes depend on that row only."""
     n, k = weight.shape
     packed, block_scale = np.empty((n, k // 2), np.uint8), np.empty((n, k // BLOCK), np.uint8)
@@ -183,13 +183,15 @@ def _nvfp4(weight: WideWeight | Fp8Weight, amax: float, choose: Chooser | None, 
         forget_pages(weight.data[rows])
         return part.global_scale
 
-    global_scales = list(run(block, _row_blocks(weight.data)))  # all equal: they depend on amax only
+    global_scales = list(
+        run(block, _row_blocks(weight.data, choose.rows if choose else 1))
+    )  # all equal: they depend on amax only
     return Nvfp4Weight(packed, block_scale, global_scales[0])
 
 
-def _row_blocks(matrix: Array) -> Iterator[slice]:
+def _row_blocks(matrix: Array, multiple: int = 1) -> Iterator[slice]:
     """Slices of consecutive rows of about ROW_BLOCK bytes, so that a mapped matrix is never in memory as a whole."""
-    step = max(1, ROW_BLOCK // max(1, matrix.shape[-1] * matrix.itemsize))
+    step = multiple * max(1, ROW_BLOCK // max(1, multiple * matrix.shape[-1] * matrix.itemsize))
     for first in range(0, matrix.shape[0], step):
         yield slice(first, first + step)
 

@@ -246,7 +246,7 @@ class BuildConfig:
     lanes: int | None = None  # sequences that are decoded at once
     text_only: bool = False  # leave the target's vision tower out
     force: bool = False  # replace a bundle that is already at ``output``
-    rounding: Rounding | None = None  # how NVFP4 block scales are chosen; None: as the recipe says
+    rounding: Rounding | None = None  # to NVFP4; None: as the recipe says
     quality: bool = False  # measure the bundle against the target's checkpoint
     quality_target: float | None = None  # KLD of the weights, at most: parts of the target get wider formats
     bytes_budget: int | None = None  # of a cycle, at most: the same
@@ -297,7 +297,9 @@ class Decisions:
         rows, arch = self.manifest.prefill_chunk, self.choice.arch
         read = read_bytes(self.programs, self.manifest.weights)
         ms = prefill_ms(self.programs, read, rows, arch, largest_board(arch.sm))
+        kept = self.scales.kept_bytes(self.programs.weights) / 1e6
         return (
+            *([f"keeping {kept:,.1f} MB of inputs beside the output until the build ends"] if kept else []),
             self.choice.line if self.pair.drafter else f"{self.choice.line}; no drafter: plain decoding",
             f"building with recipe {self.recipe.name}: {self.recipe.description}",
             f"building for {self.manifest.max_context} tokens of context, prefill by {rows}: about {ms:.3g} ms a pass",
@@ -376,18 +378,20 @@ def settle(
     linked, formats, programs = linked or {}, manifest.weights, pair_programs(manifest.pair)
     allowed = config.calibrate
     scales, unmeasured = decide_scales(recipe, manifest.pair, programs, store, formats, tokenizer, allowed=allowed)
-    rounded, quantized = rounded_weights(formats, store), {form.name for form in QUANTIZED}
-    kept = sum(form in quantized and store.get(name).format == form for name, form in formats.items())
-    if recipe.rounding != "max" and (rounded or kept):
-        tokens = scales.known.tokens if scales.moments else 0
-        manifest = replace(manifest, rounding=RoundingUse(recipe.rounding, len(rounded), kept, tokens))
+    by, rounding = _rounding(recipe, scales, formats, store)
+    if by != recipe.rounding:
+        warnings = (*warnings, "no linear of the target is rounded on calibration prompts: search, not compensation")
+    manifest = replace(manifest, rounding=rounding)
     store.release()
     parts = bundle_parts(programs, formats, stacked=manifest.stacked)
     written = [part for path, part in parts.items() if path not in linked]
     size = sum(FORMATS[formats[n]].nbytes(programs.weights[n].shape) for part in written for n in part.names)
     size += sum(stack_bytes(stack) for part in written for stack in part.stacks)
     plans = size if manifest.plans is not None and not manifest.plans.deferred else 0
-    check_space(config.output, size + plans + _SLACK + (_KERNELS if choice.arch.sm and not linked else 0))
+    kept_inputs = scales.kept_bytes(programs.weights)
+    why = f" ({kept_inputs / 1e6:,.1f} MB of inputs until it is built: --rounding search needs none)"
+    needed = size + plans + kept_inputs + _SLACK + (_KERNELS if choice.arch.sm and not linked else 0)
+    check_space(config.output, needed, why=why if kept_inputs else "")
     fingerprint = {
         **inputs,
         "recipe": json.dumps(encode(recipe), sort_keys=True),
@@ -404,6 +408,18 @@ def settle(
         card=read_card(config.drafter) if config.drafter is not None else None,
         linked=linked,
     )
+
+
+def _rounding(
+    recipe: Recipe, scales: ScaleDecisions, formats: Mapping[str, WeightFormat], store: PairCheckpoint
+) -> tuple[Rounding, RoundingUse | None]:
+    """How weights are rounded, and what the manifest says of it; None: by max, or none is and none was."""
+    by: Rounding = "search" if recipe.rounding == "compensated" and not scales.compensated else recipe.rounding
+    rounded, quantized = rounded_weights(formats, store), {form.name for form in QUANTIZED}
+    kept = sum(form in quantized and store.get(name).format == form for name, form in formats.items())
+    if by == "max" or not (rounded or kept):
+        return by, None
+    return by, RoundingUse(by, len(rounded), kept, scales.known.tokens if scales.moments else 0)
 
 
 def find_backends(

@@ -8,7 +8,7 @@ the layer's mean where few rows chose it.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +18,14 @@ import torch
 from edge_dflash.bundle.parts import Piece, Tensor, tensor_file
 from edge_dflash.errors import BuildError
 from edge_dflash.model.ops import Experts, Linear, Op
+from edge_dflash.model.program import Program
 from edge_dflash.weights.formats import Array
 from edge_dflash.weights.safetensors import TensorFiles
 
 FILE = "importance.safetensors"  # in a build's working directory, never in a bundle
 SHRINK = 0.1  # of the mean, added to every moment: what a few rows did not show may still come
 PRIOR = 16  # rows of the layer's mean that are counted beside an expert's own
+Keep = Callable[[str, torch.Tensor], object]  # told a linear's name and its input [R, K]
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(gate|up|down)_proj")
 
 
@@ -33,10 +35,24 @@ def input_of(name: str) -> str:
     return found[1] if found and found[2] != "down" else name
 
 
+def shared_inputs(program: Program, linears: Collection[str]) -> dict[str, str]:
+    """The target's among ``linears``, its experts' left out, and the first of them that reads the same input."""
+    ops = (op for op in program.ops if isinstance(op, Linear) and op.weight in linears)
+    first: dict[str, str] = {}
+    return {op.weight: first.setdefault(op.inputs[0], op.weight) for op in ops if op.weight.startswith("target.")}
+
+
+def inputs_file(name: str) -> str:
+    """What a build's working directory has the rows of a linear's input in: BF16 [R, K] and nothing else."""
+    return f"{name}.inputs"
+
+
 class Moments:
     """Sums of squares of the inputs of some linears, as an interpreter's observer is told them."""
 
-    def __init__(self, linears: Collection[str] = ()) -> None:
+    def __init__(self, linears: Collection[str] = (), keep: Keep = lambda name, values: None) -> None:
+        """``keep`` is told each input of a linear that is added."""
+        self._keep = keep
         self.wanted = frozenset(map(input_of, linears))
         self._sums: dict[str, tuple[torch.Tensor, int]] = {}  # float64 [K], and rows
 
@@ -57,6 +73,7 @@ class Moments:
         """Count rows ``values`` [R, K]."""
         if name not in self.wanted:
             return
+        self._keep(name, values)
         total, rows = self._sums.get(name, (torch.zeros(values.shape[1], dtype=torch.float64), 0))
         parts = (values[first : first + 64] for first in range(0, len(values), 64))  # rows that stay in the cache
         self._sums[name] = sum((part.square().sum(0) for part in parts), total), rows + len(values)

@@ -48,10 +48,10 @@ def check_free(output: Path, *, force: bool) -> None:
         raise BuildError(f"--output {output} holds no bundle, so --force does not replace it; choose another directory")
 
 
-def check_space(output: Path, size: int, made: str = "*") -> None:
+def check_space(output: Path, size: int, made: str = "*", why: str = "") -> None:
     """Compare bytes of a bundle with the free space of the disk it goes to, less what an earlier run left there.
 
-    ``made``: which files of the earlier run are among them.
+    ``made``: which files of the earlier run are among them; ``why``: what is to be said of the size.
     """
     staging = building_path(output) / "bundle"
     done = sum(path.stat().st_size for path in staging.rglob(made) if path.is_file()) if staging.is_dir() else 0
@@ -59,7 +59,7 @@ def check_space(output: Path, size: int, made: str = "*") -> None:
     free, needed = shutil.disk_usage(place).free, max(0, size - done)
     if free < needed:
         raise BuildError(
-            f"the bundle needs {needed / 1e6:,.1f} MB more in {place}, which has {free / 1e6:,.1f} MB free; "
+            f"the bundle needs {needed / 1e6:,.1f} MB more{why} in {place}, which has {free / 1e6:,.1f} MB free; "
             "free some space or choose another --output"
         )
 

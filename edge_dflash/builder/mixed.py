@@ -32,6 +32,7 @@ from edge_dflash.common.files import LARGE, is_there, read_bytes, write_whole
 from edge_dflash.common.progress import Progress
 from edge_dflash.errors import BuildError
 from edge_dflash.quality.bundle import TaskSet, most_tokens, seconds, working
+from edge_dflash.quality.compare import figures
 from edge_dflash.quality.measure import ALL, UNITS, Run, Stores, all_variants
 from edge_dflash.quality.stream import Passes, Variant
 from edge_dflash.quality.texts import Text, fingerprint, make_texts
@@ -157,7 +158,7 @@ class Mixing:
                 other = Converted(self._decided, formats, self._chooser(), pool)
                 stores = Stores(store, other, release=store.release)
                 run = Run(self._passes, stores, self._ids, variants, device=self._device, folder=folder)
-                found = {name: one.figures().kld.mean for name, one in run.compared(self._progress).items()}
+                found = {name: figures(one).kld.mean for name, one in run.compared(self._progress).items()}
             yield json.dumps(found).encode()
 
         work.add(name := f"{key}{MEASURED}", measured())

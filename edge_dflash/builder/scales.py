@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from edge_dflash.backends import SMALL_MODEL
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.builder.convert import one_thread
-from edge_dflash.builder.importance import Moments
+from edge_dflash.builder.importance import Keep, Moments, shared_inputs
 from edge_dflash.bundle.parts import part_of
 from edge_dflash.common.files import LARGE, parse_json, read_bytes, read_text
 from edge_dflash.common.tables import decode, encode
@@ -34,10 +35,11 @@ from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError, BundleError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Attend, Embed, KvAppend, Linear, Op, SelectRows
-from edge_dflash.model.program import KvState, PairPrograms, Program
+from edge_dflash.model.program import KvState, PairPrograms, Program, WeightSpec
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.checkpoint import PairCheckpoint
+from edge_dflash.weights.compensate import peak_bytes
 from edge_dflash.weights.e4m3 import E4M3_MAX
 from edge_dflash.weights.formats import Array, Nvfp4Weight, Weight, WeightFormat, WeightStore, WideWeight
 from edge_dflash.weights.quantize import GLOBAL_DIVISOR
@@ -258,6 +260,11 @@ class ScaleDecisions:
     inputs: tuple[str, ...]  # linears to measure
     moments: tuple[str, ...]  # linears that are rounded by the moments of their inputs
     ids: tuple[int, ...]  # calibration tokens; empty: nothing is measured
+    compensated: Mapping[str, str]  # linears whose errors are compensated, and the one that their input is kept for
+
+    def kept_bytes(self, weights: Mapping[str, WeightSpec]) -> int:
+        """Of inputs that lie in the working directory until the build ends."""
+        return sum(2 * len(self.ids) * weights[name].shape[1] for name in set(self.compensated.values()))
 
 
 def decide_scales(
@@ -291,7 +298,9 @@ def decide_scales(
         ids, refused = _prompt_ids(recipe.calibration.path, tokenizer, limit)
         digest = hashlib.sha256(read_bytes(recipe.calibration.path, LARGE)).hexdigest()
         known = Scales(kv, inputs, stored, len(ids), digest, recipe.calibration.margin)
-        return ScaleDecisions(known, missing_kv, missing_inputs, moments, ids), refused
+        compensated = shared_inputs(programs.prefill, moments) if recipe.rounding == "compensated" else {}
+        _check_memory(len(ids), {name: programs.weights[name].shape[1] for name in compensated})
+        return ScaleDecisions(known, missing_kv, missing_inputs, moments, ids, compensated), refused
     why = "the target has no tokenizer.json" if tokenizer is None else "calibration is switched off"
     if missing_inputs:
         raise BuildError(
@@ -299,7 +308,17 @@ def decide_scales(
             f"{why}; calibrate, or set activations: bf16 in the recipe"
         )
     warnings = (f"FP8 scale 1.0 for the keys and values of {len(missing_kv)} layers: {why}",) if missing_kv else ()
-    return ScaleDecisions(Scales(kv, inputs, stored), (), (), (), ()), warnings
+    return ScaleDecisions(Scales(kv, inputs, stored), (), (), (), (), {}), warnings
+
+
+def _check_memory(rows: int, columns: Mapping[str, int]) -> None:
+    widest = max(columns, key=columns.__getitem__, default="")
+    needed, held = peak_bytes(rows, columns.get(widest, 0)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > held:
+        raise BuildError(
+            f"compensation of {widest} ({columns[widest]} inputs, {rows} calibration tokens) needs {needed / 1e9:,.1f} "
+            f"GB of memory, this machine has {held / 1e9:,.1f}; build with --rounding search, or fewer tokens"
+        )
 
 
 def rounded_weights(formats: Mapping[str, WeightFormat], store: WeightStore) -> tuple[str, ...]:
@@ -308,10 +327,13 @@ def rounded_weights(formats: Mapping[str, WeightFormat], store: WeightStore) -> 
 
 
 def measure_scales(
-    decided: ScaleDecisions, pair: PairSpec, store: PairCheckpoint, progress: Progress
+    decided: ScaleDecisions, pair: PairSpec, store: PairCheckpoint, progress: Progress, keep: Keep
 ) -> tuple[Scales, dict[str, Array]]:
-    """Run the calibration pass over ``decided.ids``: scales, and importance of inputs. Raises BuildError."""
-    known, moments = decided.known, Moments(decided.moments)
+    """Run the calibration pass over ``decided.ids``: scales, and importance of inputs, which ``keep`` is told.
+
+    Raises BuildError.
+    """
+    known, moments = decided.known, Moments(decided.moments, keep)
     with one_thread() if pair.target.hidden_size <= SMALL_MODEL else nullcontext():
         found = calibrate(
             pair,

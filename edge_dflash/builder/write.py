@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from edge_dflash.builder.convert import Choose, by_max, one_thread, weight_tenso
 from edge_dflash.builder.decide import BuildConfig, Decisions, decide
 from edge_dflash.builder.engines import build_engines
 from edge_dflash.builder.finish import BuildResult
-from edge_dflash.builder.importance import FILE, dump_importance, input_of, load_importance
+from edge_dflash.builder.importance import FILE, Keep, dump_importance, input_of, inputs_file, load_importance
 from edge_dflash.builder.journal import WorkDir
 from edge_dflash.builder.mixed import MEASURED, Mixing
 from edge_dflash.builder.record import fit_warning, no_selftest, record_selftest
@@ -44,8 +44,10 @@ from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.quality.bundle import SourceModel, TaskSet, measure
 from edge_dflash.quality.report import dump_quality
 from edge_dflash.text.files import FOLDER
+from edge_dflash.weights.compensate import Compensated, feedback
 from edge_dflash.weights.formats import Array
 from edge_dflash.weights.layout import words_of
+from edge_dflash.weights.quantize import Rounder
 from edge_dflash.weights.rounding import Search
 
 __all__ = ["BuildConfig", "BuildResult", "build"]
@@ -81,7 +83,8 @@ def build(
                 manifest = _with_selftest(manifest, decided, work, report)
                 if config.quality:
                     manifest = _with_quality(manifest, decided, work, report, say)
-                work.finish(dump_manifest(manifest), FILE, *(name for name in work.finished if name.endswith(MEASURED)))
+                mixes = (name for name in work.finished if name.endswith(MEASURED))
+                work.finish(dump_manifest(manifest), FILE, *_kept_inputs(decided), *mixes)
             result = BuildResult(config.output, manifest, began, (*decided.warnings, *work.warnings))
             result.mix = mix
             return result
@@ -94,13 +97,21 @@ def build(
 
 def _fill(decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
     """Make every file of the bundle, or find it made, and return the manifest."""
-    measured, importance = cache(lambda: _measured(decided, progress)), dict[str, Array]()
+    inputs = _kept_inputs(decided)
+
+    def keep(name: str, x: torch.Tensor) -> None:
+        if inputs_file(name) in inputs:
+            work.add(inputs_file(name), [x.bfloat16().view(torch.uint16).numpy()])
+
+    measured, importance = cache(lambda: _measured(decided, progress, keep)), dict[str, Array]()
+    if not all(work.reuse(name) for name in inputs):
+        measured()
     if decided.scales.moments:
         work.add(FILE, (piece for run in (measured,) for piece in dump_importance(run()[1])))
         importance = load_importance(work.staging / FILE)
     files = {CALIBRATION: work.add(CALIBRATION, (dump_scales(run()[0]) for run in (measured,)))}
     scales = load_scales((work.staging / CALIBRATION).read_bytes())
-    choose = _chooser(decided, importance)
+    choose = _chooser(decided, importance, work.staging)
     for source in decided.tokenizer_files:
         name = f"tokenizer/{FOLDER}/{source.name}" if source.parent.name == FOLDER else f"tokenizer/{source.name}"
         files[name] = work.add(name, _content(source))
@@ -119,21 +130,45 @@ def _fill(decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
     return replace(decided.manifest, kv_scales=scales.kv, files=files)
 
 
-def _measured(decided: Decisions, progress: Progress) -> tuple[Scales, dict[str, Array]]:
+def _kept_inputs(decided: Decisions) -> tuple[str, ...]:
+    """Files with what linears read, which only the build needs."""
+    return tuple(map(inputs_file, dict.fromkeys(decided.scales.compensated.values())))
+
+
+def _measured(
+    decided: Decisions, progress: Progress, keep: Keep = lambda name, x: None
+) -> tuple[Scales, dict[str, Array]]:
     """Measure what has no scale yet, and importance."""
     if not decided.scales.ids:
         return decided.scales.known, {}
     stage = Stage(progress, "calibration", decided.size)  # in bytes like the weights: the share of layers
-    found = measure_scales(decided.scales, decided.pair, decided.store, stage.share)
+    found = measure_scales(decided.scales, decided.pair, decided.store, stage.share, keep)
     stage.finish()
     return found
 
 
-def _chooser(decided: Decisions, importance: Mapping[str, Array]) -> Choose:
-    """How the block scales of each weight are chosen."""
+def _chooser(decided: Decisions, importance: Mapping[str, Array], folder: Path | None = None) -> Choose:
+    """How the block scales of each weight are chosen, and its codes where inputs lie in ``folder``."""
     if decided.recipe.rounding == "max":
         return by_max
-    return lambda name: Search(torch.from_numpy(h) if (h := importance.get(input_of(name))) is not None else None)
+
+    @lru_cache(maxsize=1)  # linears with the same input come one after the other
+    def along(path: Path) -> torch.Tensor:
+        return feedback(
+            torch.from_file(str(path), size=path.stat().st_size // 2, dtype=torch.bfloat16).view(tokens, -1)
+        )
+
+    def choose(name: str) -> Rounder:
+        h, first = importance.get(input_of(name)), decided.scales.compensated.get(name)
+        search = Search(torch.from_numpy(h) if h is not None else None)
+        return (
+            search
+            if folder is None or h is None or first is None
+            else Compensated(search, along(folder / inputs_file(first)))
+        )
+
+    tokens = len(decided.scales.ids)
+    return choose
 
 
 def _weights(

@@ -45,7 +45,7 @@ Recipe = Annotated[
     opt("NAME|FILE", "Recipe file or the name of one in engines/; default: NVFP4 weights, FP8 keys and values."),
 ]
 Rounded = Annotated[
-    Rounding | None, opt("HOW", f"How NVFP4 block scales are chosen: {', '.join(ROUNDINGS)}; default: the recipe's.")
+    Rounding | None, opt("HOW", f"How NVFP4 weights are rounded: {', '.join(ROUNDINGS)}; default: the recipe's.")
 ]
 MaxContext = Annotated[int | None, opt("N", "Most tokens of a sequence; default: the recipe's.")]
 Chunk = Annotated[int | None, opt("N", "Most prompt tokens of one pass; default: 0.1 s, and 128 or more on a GPU.")]

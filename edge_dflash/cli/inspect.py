@@ -126,7 +126,8 @@ def _show_built(bundle: Path, manifest: Manifest, units: tuple[UnitUse, ...], qu
     print(f"built by {manifest.created_by} for {manifest.options}")
     if (use := manifest.rounding) is not None:
         weighted = f"weighted by {use.tokens:,} tokens" if use.tokens else "unweighted"
-        print(f"rounding: {use.rounded} weights by {use.by}, {weighted}; {use.kept} as the checkpoint has them")
+        others = " (drafter and experts by search)" if use.by == "compensated" else ""
+        print(f"rounding: {use.rounded} weights by {use.by}{others}, {weighted}; {use.kept} as the checkpoint has them")
     if manifest.standby:
         print(_both(bundle, manifest))
 

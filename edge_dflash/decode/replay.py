@@ -28,15 +28,6 @@ class Recorded:
     accept_lengths: Sequence[int]  # tokens that each cycle commits
 
 
-def scored(backend: Backend, line: Sequence[int]) -> list[float]:
-    """Log-probability of each token of a line (two at least) after those before it, in verifies of all their rows."""
-    tokens, rows = line[1:], backend.shape.verify_rows
-    ahead = [tokens[at : at + rows] for at in range(1, len(tokens), rows)]
-    known = Recorded(tokens, [one[:-1] for one in ahead], [len(one) for one in ahead])
-    passes = replay(backend, line[:1], known, see=len, propose=False)
-    return [one.logprob for each in passes for one in token_logprobs(each.rows.logits, each.tokens, 0)]
-
-
 @dataclass(frozen=True)
 class Passed(Generic[T]):
     """The passes of a cycle; of the prompt: its last row, which chooses the first token."""
@@ -88,3 +79,17 @@ def replay(
         yield Passed(start, own, drafts, rows, tokens[at + 1 : at + 1 + count])
         backend.commit(count)
         cycle, at = cycle + 1, at + count
+
+
+def forced(backend: Backend, prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[Passed[int]]:
+    """The prompt, then a known continuation, in verifies of all their rows; each token has a row."""
+    rows = backend.shape.verify_rows
+    ahead = [tokens[at : at + rows] for at in range(1, len(tokens), rows)]
+    known = Recorded(tokens, [one[:-1] for one in ahead], [len(one) for one in ahead])
+    return replay(backend, prompt, known, see=len, propose=False)
+
+
+def scored(backend: Backend, line: Sequence[int]) -> list[float]:
+    """Log-probability of each token of a line (two at least) after those before it."""
+    passes = forced(backend, line[:1], line[1:])
+    return [one.logprob for each in passes for one in token_logprobs(each.rows.logits, each.tokens, 0)]

@@ -8,25 +8,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from edge_dflash.backends.reference.dense import arithmetic
 from edge_dflash.bundle.manifest import MANIFEST, QUALITY, dump_manifest, fingerprint
 from edge_dflash.bundle.parts import write_file
 from edge_dflash.bundle.reader import Bundle, read_manifest
-from edge_dflash.common.files import LARGE, directory, locked, open_regular, read_text
+from edge_dflash.common.files import LARGE, directory, locked, read_text
 from edge_dflash.common.progress import Progress, Stage
 from edge_dflash.decode.backend import Backend
-from edge_dflash.decode.replay import Recorded, replay
-from edge_dflash.errors import CheckpointError, RequestError, short
+from edge_dflash.decode.replay import forced, replay
+from edge_dflash.errors import RequestError, short
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.quality import texts as given
-from edge_dflash.quality.compare import Compared
-from edge_dflash.quality.measure import ALL, KV, PARTS, UNITS, WEIGHTS, Run, Stores, all_variants, costs, memory
+from edge_dflash.quality.compare import Compared, figures, summed
+from edge_dflash.quality.measure import ALL, KV, PARTS, UNITS, WEIGHTS, Run, Stores, all_variants, demand
 from edge_dflash.quality.report import BackendQuality, Protocol, Quality, dump_quality
 from edge_dflash.quality.stream import Passes, Variant
 from edge_dflash.quality.texts import MOST_LINE, Text, make_texts, parse_tasks
@@ -96,7 +98,7 @@ class SourceModel:
     @classmethod
     def open(cls, directory: Path, bundle: PairSpec) -> SourceModel:
         """Raises RequestError for a checkpoint of another model, CheckpointError for a damaged one."""
-        found, pair = _target(checkpoint_pair(directory, None)).target, _target(bundle)
+        found, pair = checkpoint_pair(directory, None).text_only.target, replace(bundle.text_only, drafter=None)
         for name in (one.name for one in fields(found) if one.name not in _FREE):
             if (its := getattr(found, name)) != (mine := getattr(pair.target, name)):
                 raise RequestError(
@@ -104,20 +106,11 @@ class SourceModel:
                     "the checkpoint that the bundle was made from"
                 )
         digest, stamps = hashlib.sha256(), ""
-        store = PairCheckpoint.open(directory, None, pair_programs(pair).weights)
         for path in sorted((*directory.glob("*.safetensors"), directory / "config.json")):
-            try:
-                with open_regular(path) as file:
-                    digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(_HEAD))
-                    stamps += f"{path.stat().st_mtime_ns} "
-            except OSError as error:
-                raise CheckpointError(f"cannot read {path}: {error.strerror}; remove it or download it again") from None
-        return cls(store, digest.hexdigest(), stamps)
-
-
-def _target(pair: PairSpec) -> PairSpec:
-    """The target alone, without eyes."""
-    return replace(pair.text_only, drafter=None)
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(_HEAD))
+            stamps += f"{path.stat().st_mtime_ns} "
+        return cls(PairCheckpoint.open(directory, None, pair_programs(pair).weights), digest.hexdigest(), stamps)
 
 
 def _tokenizer(bundle: Bundle) -> Tokenizer | None:
@@ -139,14 +132,14 @@ def measure(
     What is done is kept in ``folder`` until the end, so that a killed run goes on. Raises RequestError for prompts that
     are none of this model, CheckpointError for a source or a bundle with NaN.
     """
-    pair, kv = _target(bundle.pair), bundle.manifest.precision.kv
+    pair, kv = bundle.pair, bundle.manifest.precision.kv
     device = "cuda" if torch.cuda.is_available() else "cpu"
     passes, tokenizer = Passes.of(pair), _tokenizer(bundle)
     most = most_tokens(passes, kv, device)
     answer = None if backend is None else _answers(backend, pair, tokenizer, Stage(progress, "answers", most))
     texts = make_texts(prompts.tasks, tokenizer, pair.target.vocab_size, most, answer)
-    tokens = sum(len(text.ids) for text in texts)
-    variants = all_variants(passes, kv, tokens)
+    ids = [text.ids for text in texts]
+    variants = all_variants(passes, kv, sum(map(len, ids)))
     say(_forecast(passes, variants, device))
 
     def release() -> None:
@@ -156,11 +149,10 @@ def measure(
     made_of = source.digest, source.stamps, fingerprint(bundle.manifest), given.fingerprint(texts)
     key = hashlib.sha256(repr((*made_of, __version__, arithmetic(), device)).encode()).hexdigest()
     with working(folder, key):
-        ids = [text.ids for text in texts]
         run = Run(passes, Stores(source.store, bundle, kv, release), ids, variants, device=device, folder=folder)
         found = run.compared(progress)
         own = None if backend is None else _of_backend(bundle, backend, run, texts)
-    answered = sum(text.places.count("prompt") < len(text.ids) for text in texts)
+    answered = sum(text.answer < len(text.ids) for text in texts)
     whose = "given" if backend is None else "given, or the bundle's own, greedy"
     protocol = Protocol(
         version=__version__,
@@ -176,23 +168,21 @@ def measure(
 
 
 def _quality(found: dict[str, Compared], places: np.ndarray, protocol: Protocol, own: BackendQuality | None) -> Quality:
-    everything = found[ALL]
     units = {name.removeprefix(UNITS): one for name, one in found.items() if name.startswith(UNITS)}
+    alone = {name: figures(one) for name, one in found.items()}
     layers: dict[str, list[Compared]] = {}
     for name, one in units.items():
-        layers.setdefault(name.rpartition(".")[0] or name, []).append(one)
-    summed = {name: Compared.summed(parts).figures() for name, parts in layers.items() if name != "lm_head"}
-    worst = sorted(summed, key=lambda name: -summed[name].kld.mean)[:_LAYERS]
-    parts = {name.removeprefix(PARTS): one.figures() for name, one in found.items() if name.startswith(PARTS)}
-    there = [place for place in given.PLACES if (places == place).any()]
+        layers.setdefault(name.rpartition(".")[0], []).append(one)
+    costs = {name: figures(summed(parts)) for name, parts in layers.items() if name}  # the head is in no layer
+    worst = sorted(costs, key=lambda name: -costs[name].kld.mean)[:_LAYERS]
     return Quality(
-        **vars(everything.figures()),
-        weights=found[WEIGHTS].figures() if WEIGHTS in found else None,
-        kv=found[KV].figures() if KV in found else None,
-        layers={name: summed[name] for name in worst},
-        parts=parts,
-        where={place: everything.figures(torch.from_numpy(places == place)) for place in there},
-        units={name: one.figures() for name, one in units.items()},
+        **vars(alone[ALL]),
+        weights=alone.get(WEIGHTS),
+        kv=alone.get(KV),
+        layers={name: costs[name] for name in worst},
+        parts={name.removeprefix(PARTS): one for name, one in alone.items() if name.startswith(PARTS)},
+        where={p: figures(found[ALL][:, places == p]) for p in given.PLACES if (places == p).any()},
+        units={name: alone[f"{UNITS}{name}"] for name in units},
         protocol=protocol,
         backend=own,
     )
@@ -203,7 +193,6 @@ def keep(bundle: Path, quality: Quality) -> None:
 
     At every moment the bundle is whole: without the figures, or with them.
     """
-    bundle = bundle.resolve()  # a link's own folder may be on another disk
     manifest, fresh = read_manifest(bundle), bundle.with_name(f"{bundle.name}.manifest")
     files = {name: entry for name, entry in manifest.files.items() if name != QUALITY}
     for text in (None, dump_quality(quality)):
@@ -217,21 +206,20 @@ def keep(bundle: Path, quality: Quality) -> None:
 def most_tokens(passes: Passes, kv: KvFormat, device: str) -> int:
     """As many as FLOP and MEMORY allow."""
     some = all_variants(passes, kv, TOKENS)
-    fixed = memory(passes, {name: replace(one, rows=0) for name, one in some.items()})
-    share = min(1.0, FLOP[device] / sum(costs(passes, some)), (MEMORY - fixed) / (memory(passes, some) - fixed))
-    return max(64, int(TOKENS * share))
+    flop, most = demand(passes, some)
+    fixed = demand(passes, {name: replace(one, rows=0) for name, one in some.items()})[1]
+    return max(64, int(TOKENS * min(1.0, FLOP[device] / sum(flop), (MEMORY - fixed) / (most - fixed))))
 
 
 def seconds(passes: Passes, variants: Mapping[str, Variant], device: str) -> float:
     """What a measurement takes, about; one product is timed for it."""
-    x, flop = torch.ones(256, 2048, device=device), sum(costs(passes, variants))
-    w = torch.ones(2048, 2048, device=device)
+    x, w = torch.ones(256, 2048, device=device), torch.ones(2048, 2048, device=device)
     (x @ w).sum().item()
     began = time.perf_counter()
     (x @ w).sum().item()
     rate = 2 * x.shape[0] * w.numel() / (time.perf_counter() - began)
-    values = sum(int(np.prod(passes.program.weights[name].shape)) for name in passes.program.weights)
-    return flop / rate + 2 * values * _READ
+    values = sum(prod(passes.program.weights[name].shape) for name in passes.program.weights)
+    return sum(demand(passes, variants)[0]) / rate + 2 * values * _READ
 
 
 def _forecast(passes: Passes, variants: dict[str, Variant], device: str) -> str:
@@ -239,10 +227,10 @@ def _forecast(passes: Passes, variants: dict[str, Variant], device: str) -> str:
     disk = 8 * sum(one.rows for one in variants.values()) * passes.program.columns[passes.program.outputs["hidden"]]
     minutes = max(1.0, seconds(passes, variants, device) / 60)
     units = [one.rows for name, one in variants.items() if name.startswith(UNITS)]
-    whole, gb = len(variants) - len(units) + 1, memory(passes, variants) / 1e9
     return (
-        f"measuring {variants[ALL].rows} tokens in {whole} variants, {min(units)} in each of {len(units)} units: "
-        f"about {minutes:.0f} min, at most {gb:.1f} GB of memory, {disk / 1e9:.1f} GB of disk"
+        f"measuring {variants[ALL].rows} tokens in {len(variants) - len(units) + 1} variants, {min(units)} in each of "
+        f"{len(units)} units: about {minutes:.0f} min, at most {demand(passes, variants)[1] / 1e9:.1f} GB of memory, "
+        f"{disk / 1e9:.1f} GB of disk"
     )
 
 
@@ -252,15 +240,12 @@ def _answers(backend: Backend, pair: PairSpec, tokenizer: Tokenizer | None, stag
 
     def answer(prompt: Sequence[int]) -> list[int]:
         tokens, room = list[int](), min(ANSWER, backend.shape.usable_context - len(prompt))
-        if room <= 0:
-            return tokens
-        for passed in replay(backend, prompt, see=lambda rows: None):
-            tokens += passed.tokens
-            end = next((at + 1 for at, token in enumerate(tokens) if token in ends), room)
-            if len(tokens) >= end:
-                stage.advance(len(prompt) + end)
-                return tokens[: min(end, room)]
-        raise AssertionError("a replay without a record has no end")
+        passes = replay(backend, prompt, see=len)
+        while len(tokens) < room and ends.isdisjoint(tokens):
+            tokens += next(passes).tokens
+        end = next((at + 1 for at, token in enumerate(tokens) if token in ends), room)
+        stage.advance(len(prompt) + end)
+        return tokens[: min(end, room)]
 
     return answer
 
@@ -269,57 +254,41 @@ def _of_backend(bundle: Bundle, backend: Backend, run: Run, texts: Sequence[Text
     """A backend's logits over answers (where texts have none, over all of them), by verify passes as in decoding."""
     rows, logits, first, left = list[int](), list[np.ndarray](), 0, _BACKEND_LOGITS // backend.shape.vocab_size
     for text in texts:
-        ids, begin = text.ids, text.places.count("prompt")
-        begin = begin if begin < len(ids) else 1
-        stop = min(len(ids), begin + left, backend.shape.usable_context)
+        begin = text.answer if text.answer < len(text.ids) else 1
+        stop = min(len(text.ids), begin + left, backend.shape.usable_context)
         if begin < stop:
-            chunks = _chunks(ids[begin:stop], backend.shape.verify_rows)
-            forced = Recorded(ids[begin:stop], [chunk[1:] for chunk in chunks], [len(chunk) for chunk in chunks])
-            for passed in replay(backend, ids[:begin], forced, see=lambda rows: None, propose=False):
-                logits.append(passed.rows.logits().copy())
+            passes = forced(backend, text.ids[:begin], text.ids[begin:stop])
+            logits += [passed.rows.logits().copy() for passed in passes]
             rows += range(first + begin - 1, first + stop - 1)
             left -= stop - begin
-        first += len(ids)
+        first += len(text.ids)
     if not rows:
         return None
-    one, other = run.backend(np.array(rows), torch.from_numpy(np.concatenate(logits)))
-    return BackendQuality(**vars(one.figures()), name=bundle.manifest.backend, against_reference=other.figures())
-
-
-def _chunks(ids: Sequence[int], rows: int) -> list[list[int]]:
-    """All ids but the last, which no row is computed for, ``rows`` at a time."""
-    return [list(ids[at : min(at + rows, len(ids) - 1)]) for at in range(0, len(ids) - 1, rows)]
+    one, other = map(figures, run.backend(np.array(rows), torch.from_numpy(np.concatenate(logits))))
+    return BackendQuality(**vars(one), name=bundle.manifest.backend, against_reference=other)
 
 
 @contextmanager
 def working(folder: Path, key: str) -> Iterator[None]:
     """A locked directory for the state of what ``key`` names; an earlier run's of anything else is removed."""
+
+    def clear() -> None:
+        for path in folder.iterdir():
+            if path.suffix in (".safetensors", ".part", ".key", ".json"):
+                path.unlink()
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             if not (mark := folder / f"{key}.key").exists():
-                if (there := _state(folder)) and there[-1].suffix != ".key":
-                    why = f"a measurement keeps its state there, and {there[0].name} is none of it; move it away"
-                    raise RequestError(f"{folder} is in the way: {why}")
-                _clear(folder)
+                clear()
                 mark.touch()
             yield
-            _clear(folder)
+            clear()
         with suppress(OSError):  # somebody else's files are there
             folder.rmdir()
     except BlockingIOError:
         raise RequestError(f"{folder} is locked: another process measures this bundle; wait for it") from None
-    except OSError as error:
-        what = f"{error.strerror or error} ({error.filename or folder})"
+    except (OSError, SafetensorError) as error:
+        what = f"{getattr(error, 'strerror', None) or error} ({getattr(error, 'filename', None) or folder})"
         raise RequestError(f"the state of a measurement cannot be kept: {what}; give a directory to write") from None
-
-
-def _clear(folder: Path) -> None:
-    for path in _state(folder):
-        path.unlink()
-
-
-def _state(folder: Path) -> list[Path]:
-    """Files of a state; the key, which says whose it is, last."""
-    there = (path for path in folder.iterdir() if path.suffix in (".safetensors", ".part", ".key", ".json"))
-    return sorted(there, key=lambda path: path.suffix == ".key")

@@ -1,38 +1,27 @@
-"""The target over whole sequences, with some of its weights and KV caches replaced: all variants in lockstep, op by op.
-
-Every weight is read once, and one matrix at a time is in memory. A variant equals the source up to the first op that
-changes it and is forked there; state ops see whole sequences, so that each has its memory for one op alone. Activations
-are float32 everywhere.
-"""
+"""What a pass of the target over whole sequences is made of, and weights that are read for it one matrix at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from math import prod
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from edge_dflash.backends.reference.attention import KvMemory, attend, rope_table, store_context
-from edge_dflash.backends.reference.delta import DeltaMemory, DeltaWeights, gated_delta
-from edge_dflash.backends.reference.dense import TorchWeights, dense, pad, padded_rows
-from edge_dflash.backends.reference.experts import experts
-from edge_dflash.decode.backend import Precision
-from edge_dflash.errors import CheckpointError
+from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.model import pair_programs
-from edge_dflash.model.ops import Attend, Embed, Experts, GatedDelta, Linear, Op, SelectRows
-from edge_dflash.model.program import KvState, Program
+from edge_dflash.model.ops import Attend, Experts, Op, SelectRows
+from edge_dflash.model.program import Program
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.formats import KvFormat, Weight, WeightStore, WideWeight
-from edge_dflash.weights.quantize import dequantize, row_chunks
+from edge_dflash.weights.formats import Weight, WeightStore, WideWeight
+from edge_dflash.weights.quantize import dequantize, row_chunks, wide_tensor
 from edge_dflash.weights.safetensors import forget_pages
 
-SOURCE, HEAD = "source", "target.lm_head"
+HEAD = "target.lm_head"
 _PARTS = {"self_attn": "attention", "linear_attn": "gated_delta", "mlp": "mlp"}
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,14 +56,16 @@ class Passes:
 
         Norms and the embedding are in none.
         """
-        units: dict[str, set[str]] = {}
+        units: dict[str, frozenset[str]] = {}
         for op in self.program.ops:
             for name in op.weights:
-                if (unit := _unit(name, op)) is not None:
-                    units.setdefault(unit, set()).add(name)
+                _, _, layer, block, *_ = (*name.split("."), "", "")
+                if block in _PARTS:
+                    unit = f"layers.{layer}.{'experts' if isinstance(op, Experts) else _PARTS[block]}"
+                    units[unit] = units.get(unit, frozenset()) | {name}
             if isinstance(op, Attend):
-                units.setdefault(op.state.removeprefix("target."), set()).add(op.state)
-        return {unit: frozenset(names) for unit, names in units.items()} | {"lm_head": frozenset([HEAD])}
+                units[op.state.removeprefix("target.")] = frozenset([op.state])
+        return units | {"lm_head": frozenset([HEAD])}
 
     @cached_property
     def weights(self) -> frozenset[str]:
@@ -87,13 +78,6 @@ def part(unit: str) -> str:
     return unit.rpartition(".")[2]
 
 
-def _unit(name: str, op: Op) -> str | None:
-    words = name.split(".")
-    if len(words) < 4 or words[3] not in _PARTS:
-        return None
-    return f"layers.{words[2]}.{'experts' if isinstance(op, Experts) else _PARTS[words[3]]}"
-
-
 def values_of(weight: Weight) -> torch.Tensor:
     """Float32 values on the device of the context; the mapped pages that they were read from are forgotten."""
     with torch.device("cpu"):
@@ -102,6 +86,14 @@ def values_of(weight: Weight) -> torch.Tensor:
         if isinstance(array, np.ndarray):
             forget_pages(array)
     return values.to(torch.get_default_device())
+
+
+def same(one: Weight, other: Weight) -> bool:
+    """Whether two weights of one shape have the same values in one format; compared by some rows at a time."""
+    chunks = row_chunks(one.shape[0], prod(one.shape[1:]))
+    return type(one) is type(other) and all(
+        torch.equal(values_of(one.rows(rows)), values_of(other.rows(rows))) for rows in chunks
+    )
 
 
 class Values(TorchWeights):
@@ -123,146 +115,4 @@ class Values(TorchWeights):
         """Rows [ids, H] of an embedding."""
         weight = self.get(name)
         assert isinstance(weight, WideWeight), f"{name} is quantized"
-        gathered = WideWeight(weight.data[ids.cpu().numpy()]).float32()
-        return torch.from_numpy(gathered).to(torch.get_default_device())
-
-
-class Stream:
-    """All variants over sequences. ``rows``: tensors by variant and name, [the variant's rows, columns] each."""
-
-    def __init__(
-        self,
-        passes: Passes,
-        stores: tuple[WeightStore, WeightStore],
-        kv: KvFormat,
-        sequences: Sequence[Sequence[int]],
-        variants: Mapping[str, Variant],
-    ) -> None:
-        """``stores``: the source and the other one, whose KV cache is of the format ``kv``."""
-        self._program, self._kv, self._variants = passes.program, kv, variants
-        self._values = tuple(map(Values, stores))
-        self._scales = stores[1].kv_scale
-        self._lengths = [len(ids) for ids in sequences]
-        self.rows: dict[str, Tensors] = {SOURCE: {"ids": torch.tensor([one for ids in sequences for one in ids])}}
-
-    def run(self, first: int, after: Callable[[int], None]) -> None:
-        """Run the ops from ``first`` on; ``after`` is told how many are done. Raises CheckpointError for NaN."""
-        ops = self._program.ops
-        for index in range(first, len(ops)):
-            self._step(ops[index])
-            for own in self.rows.values():
-                for name in self._program.freed[index]:
-                    own.pop(name, None)
-            after(index + 1)
-
-    def hidden(self, variant: str) -> torch.Tensor:
-        """What the head reads, [the variant's rows, H]; the source's where nothing before the head differs."""
-        own = self.rows.get(variant)
-        rows = self.rows[SOURCE] if own is None else own
-        found = rows[self._program.outputs["hidden"]]
-        return found if variant == SOURCE else found[: self._variants[variant].rows]
-
-    def heads(self) -> tuple[Weight, Weight]:
-        """The head of the source, and the other one."""
-        return self._values[0].get(HEAD), self._values[1].get(HEAD)
-
-    def _step(self, op: Op) -> None:
-        differs: bool | None = None
-        readers: tuple[list[str], list[str]] = ([SOURCE], [])
-        for name, variant in self._variants.items():
-            takes = not variant.taken.isdisjoint(op.weights)
-            if takes and differs is None:
-                differs = self._differs(op)
-            takes = takes and bool(differs)
-            if name not in self.rows and (takes or self._own_kv(op, variant)):
-                self.rows[name] = {key: rows[: variant.rows] for key, rows in self.rows[SOURCE].items()}
-            if name in self.rows:
-                readers[takes].append(name)
-        for values, names in zip(self._values, readers, strict=True):
-            if names:
-                self._run(op, values, names)
-
-    def _own_kv(self, op: Op, variant: Variant) -> bool:
-        return isinstance(op, Attend) and op.state in variant.taken and self._kv != "float32"
-
-    def _differs(self, op: Op) -> bool:
-        """Whether a weight of the op has other values in the other store."""
-        one, other = self._values
-        if isinstance(op, Embed):
-            ids = torch.from_numpy(np.unique(self.rows[SOURCE][op.inputs[0]].cpu().numpy()))
-            return not torch.equal(one.rows(op.weight, ids), other.rows(op.weight, ids))
-        return any(not same(one.get(name), other.get(name)) for name in op.weights)
-
-    def _run(self, op: Op, values: Values, names: Sequence[str]) -> None:
-        """One op for the variants that read these values."""
-        inputs = [[self.rows[name][key] for key in op.inputs] for name in names]
-        if isinstance(op, Attend | GatedDelta):
-            found = [self._state_op(op, values, name, own) for name, own in zip(names, inputs, strict=True)]
-        elif isinstance(op, Linear | Experts):  # each matrix is read once
-            sizes = [len(own[0]) for own in inputs]
-            x = torch.cat([own[0] for own in inputs])
-            found = list(torch.split(self._matrices(op, values, x), sizes))
-        elif isinstance(op, Embed):
-            found = [values.rows(op.weight, own[0]) for own in inputs]
-        else:
-            found = [dense(op, own, values) for own in inputs]
-        for name, rows in zip(names, found, strict=True):
-            if not bool(torch.isfinite(rows.sum())):
-                raise CheckpointError(
-                    f"{op.output} is not finite with the weights of "
-                    f"{'the source' if values is self._values[0] else 'the bundle'}: NaN, infinity or too large values "
-                    "in them or before; download the checkpoint again, or build the bundle again"
-                )
-            self.rows[name][op.output] = rows
-
-    @staticmethod
-    def _matrices(op: Linear | Experts, values: Values, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(op, Linear):
-            return values.linear(x, op.weight)
-        return experts(op, x, len(x), values, lambda rounded: rounded)
-
-    def _state_op(
-        self, op: Attend | GatedDelta, values: Values, name: str, inputs: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """A state op over each sequence, from an empty state."""
-        kv: KvFormat = self._kv if name != SOURCE and self._own_kv(op, self._variants[name]) else "float32"
-        state, parts, first = self._program.states[op.state], list[torch.Tensor](), 0
-        weights = {name: values.tensor(name) for name in op.weights}
-        for length in self._lengths:
-            part = [rows[first : first + length] for rows in inputs]
-            first += length
-            if not (rows := len(part[0])):
-                break
-            padded = tuple(pad(one, padded_rows(rows)) for one in part)
-            if isinstance(op, GatedDelta):
-                assert not isinstance(state, KvState)
-                delta = DeltaWeights(
-                    weights[op.conv].flatten(1), weights[op.a_log], weights[op.dt_bias], weights[op.norm]
-                )
-                found = gated_delta(op, delta, DeltaMemory(state), padded, rows, commits=True)
-            else:
-                assert isinstance(state, KvState)
-                memory = KvMemory(state, rows, Precision("float32", kv), self._scales(op.state))
-                table = rope_table(op.rope, padded_rows(rows))
-                store_context(op, padded[1], padded[2], weights[op.k_norm], table, memory, 0, rows)
-                found = attend(op, padded[0], weights[op.q_norm], table, memory, 0, rows)
-            parts.append(found[:rows])
-        return torch.cat(parts)
-
-
-def same(one: Weight, other: Weight) -> bool:
-    """Whether two weights of one shape have the same codes and scales, or the same wide values."""
-    if type(one) is not type(other):
-        return False
-    columns = one.shape[-1] if len(one.shape) == 2 else 1
-    return all(
-        np.array_equal(mine, its)
-        for rows in row_chunks(one.shape[0], columns)
-        for mine, its in zip(_arrays(one.rows(rows)), _arrays(other.rows(rows)), strict=True)
-    )
-
-
-def _arrays(weight: Weight) -> list[Any]:
-    if isinstance(weight, WideWeight):
-        return [weight.float32()]
-    return [array for _, array in weight.parts().values()]
+        return wide_tensor(weight)[ids.cpu()].float().to(torch.get_default_device())

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
@@ -21,7 +23,8 @@ KEYS = ("ids", "messages", "text")
 PLACES = ("prompt", "prose", "json_keys", "json_values", "json_structure", "tool_calls", "thinking")
 MOST_LINE = 1 << 20  # bytes: a text of them has more tokens than any figure needs
 Answer = Callable[[Sequence[int]], Sequence[int]]  # ids of a prompt -> ids of its answer
-_TAGS = {"thinking": (b"<think>", b"</think>"), "tool_calls": (b"<tool_call>", b"</tool_call>")}
+_TAGGED = re.compile(rb"<(think|tool_call)>.*?(?:</\1>|\Z)", re.DOTALL)
+_TAGS = {b"think": "thinking", b"tool_call": "tool_calls"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,11 @@ class Text:
 
     ids: tuple[int, ...]
     places: tuple[str, ...]  # of each id, one of PLACES
+
+    @property
+    def answer(self) -> int:
+        """Index of the answer's first id; without an answer the number of ids."""
+        return self.places.count("prompt")
 
 
 def fingerprint(texts: Iterable[Text]) -> str:
@@ -72,7 +80,8 @@ def make_texts(
 ) -> list[Text]:
     """Texts of tasks in their order, of at most ``most`` tokens together; the last one may be cut.
 
-    An answer is the assistant message at a task's end, else what ``answer`` gives. Raises RequestError.
+    An answer is the assistant message at a task's end, else what ``answer`` gives. A text of one token predicts
+    nothing, and is left out. Raises RequestError.
     """
     prompter, texts, left = Prompter(tokenizer), list[Text](), most
     for task in tasks:
@@ -89,7 +98,7 @@ def make_texts(
             given = () if answer is None or len(prompt) >= left else tuple(answer(prompt))
         found = ["prompt"] * len(prompt) + places(tokenizer, prompt, given)
         text = Text((*prompt, *given)[:left], tuple(found[:left]))
-        if len(text.ids) > 1:  # else nothing of it is predicted
+        if len(text.ids) > 1:
             left -= len(text.ids)
             texts.append(text)
     if not texts:
@@ -98,11 +107,9 @@ def make_texts(
 
 
 def _said(task: Task) -> str | None:
-    """The answer that a task ends with; one with parsed tool calls, which the template spells, is of the prompt."""
+    """The answer that a task ends with."""
     last = task[-1] if not isinstance(task, str) and len(task) > 1 else None
     if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-        return None
-    if last.get("tool_calls"):
         return None
     return str(last["content"])
 
@@ -111,41 +118,26 @@ def places(tokenizer: Tokenizer | None, prompt: Sequence[int], answer: Sequence[
     """What each id of an answer is a part of; without a tokenizer all are prose."""
     if tokenizer is None:
         return ["prose"] * len(answer)
-    before = b"".join(tokenizer.token_bytes(one) or b"" for one in prompt[-64:])
-    spelled = [tokenizer.token_bytes(one) or b"" for one in answer]
-    begin, end = _TAGS["thinking"]
-    labels = label_bytes(b"".join(spelled), thinking=before.rfind(begin) > before.rfind(end))
-    found, at = list[str](), 0
-    for one in spelled:
-        own = labels[at : at + len(one)]
-        at += len(one)
-        found.append(Counter(own).most_common(1)[0][0] if own else "prose")
-    return found
+    before, *spelled = (
+        b"".join(tokenizer.token_bytes(one) or b"" for one in ids) for ids in (prompt[-64:], *([one] for one in answer))
+    )
+    inside = b"<think>" if before.rfind(b"<think>") > before.rfind(b"</think>") else b""
+    labels = iter(label_bytes(inside + b"".join(spelled))[len(inside) :])
+    return [Counter(islice(labels, len(one))).most_common(1)[0][0] if one else "prose" for one in spelled]
 
 
-def label_bytes(text: bytes, *, thinking: bool = False) -> list[str]:
-    """The place of each byte of an answer, which begins inside a thinking span or not."""
+def label_bytes(text: bytes) -> list[str]:
+    """The place of each byte of an answer."""
     labels, at = list[str](), 0
-    span = "thinking" if thinking else ""
-    while at < len(text):
-        if not span:
-            opened = [(start, name) for name, (tag, _) in _TAGS.items() if (start := text.find(tag, at)) >= 0]
-            stop, span = min(opened, default=(len(text), ""))
-            labels += _label_json(text[at:stop])
-        else:
-            end = _TAGS[span][1]
-            found = text.find(end, at)
-            stop = len(text) if found < 0 else found + len(end)
-            labels += [span] * (stop - at)
-            span = ""
-        at = stop
-    return labels
+    for found in _TAGGED.finditer(text):
+        labels += _label_json(text[at : found.start()]) + [_TAGS[found[1]]] * len(found[0])
+        at = found.end()
+    return labels + _label_json(text[at:])
 
 
 def _label_json(text: bytes) -> list[str]:
     """Places of bytes that are in no tag: JSON begins with a brace, or a bracket with a brace behind it."""
-    labels, open_, key, string = list[str](), bytearray(), False, ""
-    escaped = False
+    labels, open_, key, string, escaped = list[str](), bytearray(), False, "", False
     for at, byte in enumerate(text):
         char = chr(byte)
         if string:

@@ -18,8 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
-from typing import TypeAlias
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -44,9 +43,9 @@ def wide_tensor(weight: WideWeight) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if weight.data.dtype == np.uint16 else tensor
 
 
-def row_chunks(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of consecutive rows, each of at most CHUNK_ELEMENTS elements (at least one row)."""
-    step = max(1, CHUNK_ELEMENTS // max(1, columns))
+def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
+    """Slices of consecutive rows each of at most CHUNK_ELEMENTS elements, or of ``multiple`` rows."""
+    step = multiple * max(1, CHUNK_ELEMENTS // max(1, columns * multiple))
     for first in range(0, rows, step):
         yield slice(first, min(rows, first + step))
 
@@ -118,17 +117,25 @@ def fused_group(name: str) -> tuple[str, ...]:
     return (name,)
 
 
-Chooser: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Other block scales: of float32 rows [n, K], the codes of max / 6 [n, K / 16] and the global scale []."""
+class Rounder(Protocol):
+    """Chooses the block scales of a matrix, and what is rounded to the nearest code under them."""
+
+    rows: int  # that a call should have, or a multiple of them
+
+    def __call__(
+        self, w: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, /
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is rounded, and its scales' codes, for float32 rows [n, K], the codes of max / 6 [n, K / 16] and []."""
+        ...
 
 
-def quantize_nvfp4(w: torch.Tensor, amax: float | None = None, choose: Chooser | None = None) -> Nvfp4Weight:
+def quantize_nvfp4(w: torch.Tensor, amax: float | None = None, choose: Rounder | None = None) -> Nvfp4Weight:
     """NVFP4 of a matrix [N, K] (bfloat16 or float32, K a multiple of 16), in row chunks.
 
     ``amax`` is max|W| over a fused group (default: over ``w``); it fixes the global scale. ``choose`` may give a block
-    another scale than that of its max / 6. A block of zeros gets block scale 1, a matrix of zeros (or below 4e-35)
-    global scale 1. Raises BuildError when ``w`` holds NaN or infinity or a value above ``amax``, or K is not a multiple
-    of 16.
+    another scale than that of its max / 6, and move the weights. A block of zeros gets block scale 1, a matrix of zeros
+    (or below 4e-35) global scale 1. Raises BuildError when ``w`` holds NaN or infinity or a value above ``amax``, or K
+    is not a multiple of 16.
     """
     n, k = w.shape
     if k % BLOCK:
@@ -144,14 +151,14 @@ def quantize_nvfp4(w: torch.Tensor, amax: float | None = None, choose: Chooser |
     block_scale = np.full((n, k // BLOCK), 0x38, dtype=np.uint8)  # E4M3 of 1
     if global_scale < SMALLEST_SCALE:
         return Nvfp4Weight(packed, block_scale, 1.0)
-    for rows in row_chunks(n, k):
+    for rows in row_chunks(n, k, choose.rows if choose else 1):
         codes, scales = _encode(w[rows].float(), global_scale, choose)
         block_scale[rows] = scales.numpy()
         packed[rows] = (codes[:, 0::2] | (codes[:, 1::2] << 4)).numpy()
     return Nvfp4Weight(packed, block_scale, global_scale)
 
 
-def _encode(w: torch.Tensor, global_scale: float, choose: Chooser | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode(w: torch.Tensor, global_scale: float, choose: Rounder | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (uint8 [n, K]) and E4M3 block scales (uint8 [n, K / 16]) of float32 rows."""
     s2 = torch.tensor(global_scale, dtype=torch.float32)
     blocks = w.view(w.shape[0], -1, BLOCK)
@@ -159,7 +166,8 @@ def _encode(w: torch.Tensor, global_scale: float, choose: Chooser | None) -> tup
     wanted = wanted.masked_fill_(wanted == 0, 1.0).clamp_(E4M3_TINY, E4M3_MAX)
     scales = to_e4m3(wanted)
     if choose is not None:
-        scales = choose(w, scales, s2)
+        w, scales = choose(w, scales, s2)
+        blocks = w.view(blocks.shape)
     y = blocks / (from_e4m3(scales) * s2).unsqueeze(-1)
     codes = _magnitude_codes(y.abs_()).to(torch.uint8).view_as(w)
     return codes.add_((w < 0).to(torch.uint8), alpha=8), scales
@@ -176,13 +184,14 @@ def _magnitude_codes(a: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """E2M1 values nearest to x, ties to the even code; float32, on its device."""
-    return torch.copysign(_magnitudes(x.device)[_magnitude_codes(x.abs()).long()], x)
+    """E2M1 values nearest to x, ties to the even code; float32, on its device.
 
-
-@cache
-def _magnitudes(device: torch.device) -> torch.Tensor:
-    return torch.tensor(E2M1, device=device)
+    Values from 2^e to 2^(e + 1) are multiples of 2^(e - 1), below 2 of 1/2: the last bit of 1.5 * 2^(e + 22), so that
+    adding that rounds to one, ties to even, and taking it away is exact.
+    """
+    power = x.abs().clamp_(1.0, E2M1_MAX)
+    power.view(torch.int32).bitwise_and_(0x7F800000).add_((22 << 23) + (1 << 22))
+    return (x + power).sub_(power).clamp_(-E2M1_MAX, E2M1_MAX).copysign_(x)
 
 
 def _bf16(w: torch.Tensor) -> WideWeight:

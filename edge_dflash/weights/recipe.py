@@ -34,7 +34,7 @@ DRAFTER_MODULES = tuple(
     dict.fromkeys(["attention", "mlp", "fc", "norm", *(m for kind in DRAFTERS.values() for m in kind.modules)])
 )
 WIDE_MODULES = ("gates", "router", "embedding", "norm", "conv", "walk")  # small or sensitive: never quantized
-Rounding = Literal["max", "search"]
+Rounding = Literal["max", "search", "compensated"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 WITHOUT_BLOCKS = ("vision",)  # no format with block scales: rows of a picture are many, FP8 is as fast
 W4A4_MODULES = ("attention", "gated_delta", "mlp")  # experts, lm_head and fc always read wide activations
@@ -102,7 +102,7 @@ class Recipe:
     calibration: Calibration = Calibration()
     context: Context = Context()
     requantize: Literal["never", "fp8"] = "never"  # weights that may be rounded a second time: those stored in FP8
-    rounding: Rounding = "search"  # how NVFP4 block scales are chosen
+    rounding: Rounding = "search"  # how NVFP4 block scales, and codes, are chosen
     keeps: bool = False  # a quantized weight stays as it is stored, whatever is wished of it
 
     @property

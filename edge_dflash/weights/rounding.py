@@ -27,6 +27,8 @@ _MAGIC = 22 << 23  # added to the bits of 2^e: those of 2^(e + 22)
 class Search:
     """Chooses the block scales of a matrix. What a row gets depends on that row only."""
 
+    rows = 1
+
     def __init__(self, importance: torch.Tensor | None = None) -> None:
         """``importance`` h [K] >= 0, in any unit; None, or zeros alone: every input counts the same.
 
@@ -40,8 +42,10 @@ class Search:
                 raise BuildError(f"importance is from {float(h.min())} to {largest}, wanted finite numbers from 0")
             self._h = (h / largest).float().view(-1, BLOCK).t() if largest > 0 else None
 
-    def __call__(self, w: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
-        """E4M3 codes [n, K / 16] of float32 rows ``w`` [n, K]; ``scales`` are those of max / 6."""
+    def __call__(
+        self, w: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~edge_dflash.weights.quantize.Rounder`: ``w`` [n, K] as it is."""
         n, k = w.shape
         step = max(1, AT_ONCE // k)
         h = None if self._h is None else self._h[:, None].expand(BLOCK, min(step, n), -1).reshape(BLOCK, -1)
@@ -49,7 +53,7 @@ class Search:
         for rows in (slice(first, first + step) for first in range(0, n, step)):
             a = (w[rows] / global_scale).abs_().view(-1, BLOCK).t().contiguous()
             found[rows] = _best(a, scales[rows].flatten(), h).view(-1, k // BLOCK)
-        return found
+        return w, found
 
 
 def _best(a: torch.Tensor, first: torch.Tensor, h: torch.Tensor | None) -> torch.Tensor:

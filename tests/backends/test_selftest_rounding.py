@@ -63,8 +63,6 @@ def test_flat_logits_that_are_some_steps_off_pass_as_rounding(hybrid, loaded, st
     selftest = load_selftest(hybrid)
     result = run_selftest(Perturbed(loaded, steps, seed), selftest)
     assert result.differences
-    if steps == 3:
-        assert len(result.differences) * 16 > result.tokens  # no few exceptions
     assert 0 < result.worst.steps <= 2 * steps
     assert result.verdict == "rounding"
     count, worst = (
@@ -73,6 +71,14 @@ def test_flat_logits_that_are_some_steps_off_pass_as_rounding(hybrid, loaded, st
     )
     differ = "1 token differs by" if count == 1 else f"{count} tokens differ by at most"
     assert f"; {differ} {worst}" in result.summary
+
+
+def test_tokens_that_differ_may_be_more_than_few_exceptions(hybrid, loaded):
+    """How many do is chance, and another one with each processor's arithmetic: one of the tries has many."""
+    selftest = load_selftest(hybrid)
+    results = (run_selftest(Perturbed(loaded, 3, seed), selftest) for seed in range(1, 17))
+    many = next(one for one in results if len(one.differences) * 16 > one.tokens)
+    assert many.verdict == "rounding"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Importance against direct computation, and builds that round by it: killed and resumed, not shipped."""
 
-import errno
 import json
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builder_support import DRAFTERS, SHORT, add_tokenizer, config_of, copy_target, digests, recipe
+from builder_support import DRAFTERS, SHORT, Failing, add_tokenizer, config_of, copy_target, digests, recipe
 from golden_pairs import EXPERTS, FLOAT32, NAMES, pair, programs, store
 from typer.testing import CliRunner
 
@@ -224,20 +223,6 @@ def test_weights_of_the_checkpoint_are_counted_apart(tmp_path):
     assert use.tokens == 0
 
 
-class Failing:
-    """write_bytes that fails at the given call, after half of the bytes."""
-
-    def __init__(self, at):
-        self.left = at
-
-    def __call__(self, file, data):
-        self.left -= 1
-        if self.left == 0:
-            file.write(data[: len(data) // 2])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        file.write(data)
-
-
 @pytest.mark.parametrize("at", [1, 2, 9, 30, 60, 100])
 def test_a_resumed_build_has_the_bytes_of_one_that_was_not_stopped(built, config, tmp_path, monkeypatch, at):
     """Failures while importance is written, between it and the scales, and behind both, where it is read again."""
@@ -268,14 +253,14 @@ def test_importance_of_another_build_is_not_taken_up(built, config, tmp_path, mo
     assert digests(build(config(tmp_path / "out")).bundle) == digests(built.path)
 
 
-def test_killed_builds_that_calibrate_come_to_the_same_bytes(target, tmp_path):
+def test_killed_builds_that_calibrate_come_to_the_same_bytes(target, built, config, tmp_path):
     program = [sys.executable, Path(__file__).parents[1] / "support" / "kill_builds.py", target, DRAFTERS["qwen3_5"]]
-    whole = Bundle.open(build(config_of("qwen3_5", tmp_path / "whole", target=target)).bundle)
-    assert whole.manifest.rounding.tokens > 64
-    run = subprocess.run([*program, tmp_path / "out", "2", "3"], capture_output=True, text=True, check=False)
+    short = config(tmp_path / "out").recipe
+    run = subprocess.run([*program, tmp_path / "out", "2", "3", short], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert int(run.stdout) >= 1
-    assert digests(tmp_path / "out") == digests(whole.path)
+    assert built.manifest.rounding.tokens == 64
+    assert digests(tmp_path / "out") == digests(built.path)
 
 
 def test_a_weight_that_damages_what_linears_read_is_refused():

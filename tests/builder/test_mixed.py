@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from builder_support import DRAFTERS, SHORT, add_tokenizer, config_of, copy_target, digests, poison, recipe
 from paths import GOLDEN
+from quality_support import sensitivities
 
 from edge_dflash.board.profiles import load_board
 from edge_dflash.builder import mixed as module
@@ -21,7 +22,7 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checks.inspect import inspect_manifest
 from edge_dflash.common.progress import unheard
 from edge_dflash.errors import BackendError, BuildError, CheckpointError, RequestError
-from edge_dflash.quality.measure import Stores, sensitivities
+from edge_dflash.quality.measure import Stores
 from edge_dflash.quality.stream import Passes, same
 from edge_dflash.weights.formats import TIED
 from edge_dflash.weights.recipe import load_recipe

@@ -42,8 +42,9 @@ def test_build_reports_the_bundle(cli, build_pair, tmp_path):
     assert code == 0
     assert set(found) == {
         *("bundle", "bytes", "seconds", "backends", "active", "recipe", "plans", "deferred", "trial"),
-        *("nothing_to_do", "warnings"),
+        *("nothing_to_do", "warnings", "mix", "quality"),
     }
+    assert found["mix"] is found["quality"] is None  # nobody asked for them
     assert found["bundle"] == str(tmp_path / "out")
     assert found["bytes"] == sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert (found["plans"], found["deferred"]) == ([], [])

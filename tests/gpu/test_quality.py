@@ -7,11 +7,11 @@ import torch
 from cli_support import last_json
 from native_backend_support import DEMO
 from native_linear_support import cubin
-from quality_support import Changed, rounded, source, task_texts
+from quality_support import Changed, rounded, sensitivities, source, task_texts
 
 from edge_dflash.builder import write as builder
 from edge_dflash.builder.write import BuildConfig, build
-from edge_dflash.quality.measure import Stores, sensitivities
+from edge_dflash.quality.measure import Stores
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import torch
 from golden_pairs import EXPERTS, FLOAT32
 from golden_pairs import pair as golden_pair
 from golden_pairs import store as golden_store
-from quality_support import SEQUENCES, Changed, kld, rounded, source, stretched, task_texts
+from quality_support import SEQUENCES, Changed, kld, rounded, sensitivities, source, stretched, task_texts
 
 from calib.demo.storage import load_target
 from edge_dflash.backends.reference.dense import TorchWeights
@@ -17,8 +17,9 @@ from edge_dflash.demo.tasks import TARGET
 from edge_dflash.errors import CheckpointError
 from edge_dflash.model import pair_programs
 from edge_dflash.quality import measure
-from edge_dflash.quality.measure import ALL, KV, WEIGHTS, Run, Stores, all_variants, sensitivities
-from edge_dflash.quality.stream import Passes
+from edge_dflash.quality.compare import figures
+from edge_dflash.quality.measure import ALL, KV, WEIGHTS, Run, Stores, all_variants
+from edge_dflash.quality.stream import Passes, Variant
 from edge_dflash.weights.formats import WideWeight
 from edge_dflash.weights.quantize import dequantize
 
@@ -47,15 +48,15 @@ def test_weights_alone_are_what_an_independent_model_gives(demo_bundle):
     found = run_of(Stores(store, bundle, "fp8"), pair).compared()
     p, q = independent(store), independent(bundle)
     wanted = kld(p, q)
-    figures = found[WEIGHTS].figures()
-    assert figures.kld.mean == pytest.approx(float(wanted.mean()), rel=0.01)
-    assert figures.kld.max == pytest.approx(float(wanted.max()), rel=0.01)
-    assert figures.top1 == pytest.approx(float((p.argmax(1) == q.argmax(1)).double().mean()), abs=0.02)
+    cost = figures(found[WEIGHTS])
+    assert cost.kld.mean == pytest.approx(float(wanted.mean()), rel=0.01)
+    assert cost.kld.max == pytest.approx(float(wanted.max()), rel=0.01)
+    assert cost.top1 == pytest.approx(float((p.argmax(1) == q.argmax(1)).double().mean()), abs=0.02)
     following = torch.tensor([one for ids in SEQUENCES for one in ids[1:]])
-    for mine, z in ((figures.perplexity.source, p), (figures.perplexity.bundle, q)):
+    for mine, z in ((cost.perplexity.source, p), (cost.perplexity.bundle, q)):
         assert mine == pytest.approx(float(torch.nn.functional.cross_entropy(z, following).exp()), rel=1e-3)
-    assert 0 < found[KV].figures().kld.mean < figures.kld.mean
-    assert found[ALL].figures().tokens == TOKENS - len(SEQUENCES)
+    assert 0 < figures(found[KV]).kld.mean < cost.kld.mean
+    assert figures(found[ALL]).tokens == TOKENS - len(SEQUENCES)
 
 
 def test_the_kv_cache_alone_is_what_decoding_with_it_gives(demo_bundle):
@@ -72,7 +73,7 @@ def test_the_kv_cache_alone_is_what_decoding_with_it_gives(demo_bundle):
             memory = Memory.allocate(program.states, len(ids), precision, bundle.kv_scale)
             logits.append(interpreter.run(program, ids, memory)["logits"][:-1])
         rows.append(torch.cat(logits))
-    assert found.figures().kld.mean == pytest.approx(float(kld(*rows).mean()), rel=0.01)
+    assert figures(found).kld.mean == pytest.approx(float(kld(*rows).mean()), rel=0.01)
 
 
 def test_a_mixture_of_experts_is_what_the_interpreter_gives():
@@ -89,7 +90,7 @@ def test_a_mixture_of_experts_is_what_the_interpreter_gives():
     passes = Passes.of(pair)
     run = Run(passes, Stores(store, other), sequences, all_variants(passes, "float32", TOKENS))
     found = run.compared()
-    assert found[ALL].figures().kld.mean == pytest.approx(float(kld(*rows).mean()), rel=0.01)
+    assert figures(found[ALL]).kld.mean == pytest.approx(float(kld(*rows).mean()), rel=0.01)
     assert "parts/experts" in found
     assert KV not in found
 
@@ -98,7 +99,7 @@ def test_equal_weights_are_lossless_and_name_no_unit():
     store, pair = source()
     found = run_of(Stores(store, Changed(store)), pair).compared()
     assert found.keys() == {ALL}
-    assert found[ALL].figures().kld.max == 0
+    assert figures(found[ALL]).kld.max == 0
 
 
 @pytest.mark.parametrize("layer", [5, 7])
@@ -107,8 +108,8 @@ def test_a_stretched_global_scale_is_named(layer):
     faulty = Changed(Changed(store, rounded(pair)), stretched(layer, 1.05))
     found = sensitivities(Stores(store, faulty), pair, task_texts()[:1])
     layers = Counter()
-    for name, figures in found.items():
-        layers[name.rpartition(".")[0]] += figures.kld.mean
+    for name, cost in found.items():
+        layers[name.rpartition(".")[0]] += cost.kld.mean
     del layers[""]  # the head
     (worst, most), (_, second) = layers.most_common(2)
     assert worst == f"layers.{layer}"
@@ -132,7 +133,7 @@ def test_units_of_a_caller_are_measured(demo_bundle):
     units = {"both": {"target.layers.0.mlp.up_proj", "target.layers.0.mlp.gate_proj"}, "head": {"target.lm_head"}}
     found = sensitivities(Stores(store, Bundle.open(demo_bundle)), pair, SEQUENCES, units)
     assert found.keys() == units.keys()
-    assert all(figures.kld.mean > 0 for figures in found.values())
+    assert all(cost.kld.mean > 0 for cost in found.values())
 
 
 def test_nan_in_the_source_is_named():
@@ -177,7 +178,14 @@ def test_a_killed_run_goes_on_and_gives_the_same(demo_bundle, tmp_path, layer, m
     run = run_of(Stores(Changed(store, noting), stores.other, "fp8"), pair, folder=tmp_path)
     found = run.compared()
     assert not any(".layers.0." in name for name in read)
-    assert {name: one.figures() for name, one in found.items()} == {n: one.figures() for n, one in wanted.items()}
+    assert {name: figures(one) for name, one in found.items()} == {n: figures(one) for n, one in wanted.items()}
+
+
+def test_a_state_that_a_crash_tore_is_begun_again(tmp_path):
+    store, pair = source()
+    (tmp_path / measure.STATE).write_bytes(b"half")
+    run = Run(Passes.of(pair), Stores(store, store), [[1, 2]], {ALL: Variant(frozenset(), 2)}, folder=tmp_path)
+    assert figures(run.compared()[ALL]).kld.max == 0
 
 
 def test_units_cost_as_much_as_all_the_rest():
@@ -185,6 +193,6 @@ def test_units_cost_as_much_as_all_the_rest():
     variants = all_variants(passes, "fp8", 10_000)
     units = {name: one for name, one in variants.items() if name.startswith(measure.UNITS)}
     whole = {name: one for name, one in variants.items() if not name.startswith(measure.UNITS)}
-    spent, alone = (sum(measure.costs(passes, some)) for some in (whole, units))
+    spent, alone = (sum(measure.demand(passes, some)[0]) for some in (whole, units))
     assert {one.rows for one in whole.values()} == {10_000}
     assert 0.9 * spent < alone <= spent

@@ -7,7 +7,7 @@ from quality_support import source
 
 from edge_dflash.demo.tasks import TARGET
 from edge_dflash.errors import RequestError
-from edge_dflash.quality.texts import MOST_LINE, PLACES, fingerprint, label_bytes, make_texts, parse_tasks
+from edge_dflash.quality.texts import MOST_LINE, PLACES, fingerprint, label_bytes, make_texts, parse_tasks, places
 from edge_dflash.text.tokenizer import Tokenizer
 
 LETTERS = {
@@ -41,7 +41,10 @@ def test_bytes_have_their_places(text, wanted):
 
 
 def test_an_answer_may_begin_inside_a_thinking_span():
-    assert label_bytes(b"so</think>go", thinking=True) == ["thinking"] * 10 + ["prose"] * 2
+    prompt, answer = (tokenizer().encode_text(text) for text in ("<think>\nso ", "far</think>go"))
+    labels = places(tokenizer(), prompt, answer)
+    assert (labels[0], labels[-1]) == ("thinking", "prose")
+    assert set(places(tokenizer(), answer, answer[-1:])) == {"prose"}
 
 
 def tokenizer():
@@ -60,14 +63,6 @@ def test_every_token_of_an_answer_has_a_place():
     assert text.ids[-1] == tokenizer().eos_token_id
 
 
-def test_parsed_tool_calls_are_not_dropped():
-    call = {"id": "1", "type": "function", "function": {"name": "go", "arguments": "{}"}}
-    said = {"role": "assistant", "content": "On my way.", "tool_calls": [call]}
-    (text,) = make_texts([[{"role": "user", "content": "Go."}, said]], tokenizer(), 1024, 500, None)
-    assert text.ids == tokenizer().encode_chat([{"role": "user", "content": "Go."}, said])
-    assert set(text.places) == {"prompt"}
-
-
 def test_an_answer_is_generated_where_none_is_given():
     asked = []
 
@@ -80,13 +75,6 @@ def test_an_answer_is_generated_where_none_is_given():
     assert asked == [text.ids[:-3] for text in texts]
     assert texts[1].places[:2] == ("prompt", "prompt")
     assert [text.ids for text in make_texts([[3, 4]], None, 1024, 100, None)] == [(3, 4)]
-
-
-def test_a_token_alone_is_no_text():
-    texts = make_texts([[1], [2], [3, 4]], None, 1024, 100, None)
-    assert [text.ids for text in texts] == [(3, 4)]
-    with pytest.raises(RequestError, match="no two tokens in a row"):
-        make_texts([[1], [2]], None, 1024, 100, None)
 
 
 def test_texts_end_at_the_budget():
@@ -130,3 +118,9 @@ def test_images_are_refused():
     shown = [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]
     with pytest.raises(RequestError, match="image"):
         make_texts([shown], tokenizer(), 1024, 100, None)
+
+
+def test_tasks_of_one_token_are_left_out_of_the_budget():
+    """Units are measured on the first few tokens, of which some must be predicted."""
+    texts = make_texts([[7]] * 50 + [[1, 2, 3], [8], [4, 5]], None, 1024, 5, None)
+    assert [text.ids for text in texts] == [(1, 2, 3), (4, 5)]

@@ -1,5 +1,6 @@
 """Checkpoints and recipes for the tests of the builder."""
 
+import errno
 import hashlib
 import json
 import shutil
@@ -88,3 +89,17 @@ def add_tokenizer(directory, size):
     tokenizer.add_special_tokens([AddedToken(f"<|{i}|>", special=True) for i in range(known, size)])
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory
+
+
+class Failing:
+    """write_bytes that fails at the given call, after half of the bytes."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def __call__(self, file, data):
+        self.left -= 1
+        if self.left == 0:
+            file.write(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        file.write(data)

@@ -1,7 +1,7 @@
 """Run as a program: build a pair again and again, killing each attempt with SIGKILL, until one comes through.
 
-Arguments: target, drafter, output, kills, seed. Prints how many attempts were killed. No killed attempt may leave an
-output that is not a whole bundle.
+Arguments: target, drafter, output, kills, seed, perhaps a recipe. Prints how many attempts were killed. No killed
+attempt may leave an output that is not a whole bundle.
 """
 
 import os
@@ -54,7 +54,8 @@ def attempt(config, die_at):
 def main():
     target, drafter, output = map(Path, sys.argv[1:4])
     kills, seed = map(int, sys.argv[4:6])
-    config, chance, done = BuildConfig(target, drafter, output), random.Random(seed), 0
+    recipe = Path(sys.argv[6]) if sys.argv[6:] else None
+    config, chance, done = BuildConfig(target, drafter, output, recipe=recipe), random.Random(seed), 0
     while not output.exists():
         status = attempt(config, chance.randint(1, 90) if done < kills else 0)
         if os.WIFSIGNALED(status):

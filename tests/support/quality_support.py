@@ -9,6 +9,9 @@ import torch
 
 from edge_dflash.demo.tasks import HELDOUT, TARGET
 from edge_dflash.model import pair_programs
+from edge_dflash.quality.compare import figures
+from edge_dflash.quality.measure import Run
+from edge_dflash.quality.stream import Passes, Variant
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.checkpoint import PairCheckpoint, checkpoint_pair
 from edge_dflash.weights.formats import Nvfp4Weight
@@ -31,6 +34,14 @@ def task_texts():
     tasks = [json.loads(line) for line in HELDOUT.read_text().splitlines()]
     found = [(*tokenizer.encode_chat(one["messages"]), *tokenizer.encode_text(one["answer"])) for one in tasks]
     return [ids for ids in found if len(ids) < 260][:2]
+
+
+def sensitivities(stores, pair, sequences, units=None, *, device="cpu"):
+    """Figures of each unit of the other store that costs anything, alone, over all sequences."""
+    passes, rows = Passes.of(pair), sum(map(len, sequences))
+    variants = {name: Variant(frozenset(taken), rows) for name, taken in (units or passes.units).items()}
+    run = Run(passes, stores, sequences, variants, device=device)
+    return {name: figures(found) for name, found in run.compared().items()}
 
 
 class Changed:

@@ -138,6 +138,13 @@ class Interpreter:
         found = {role: run.tensors[name][: run.valid[name]] for role, name in program.outputs.items()}
         return found | {name: run.tensors[name][: run.valid[name]] for name in want}
 
+    def step(self, op: Op, inputs: Sequence[torch.Tensor], memory: Memory) -> torch.Tensor:
+        """One op alone, unrounded, on tensors [rows, columns] of the next rows of a sequence, which it commits."""
+        rows = len(inputs[0])
+        tensors = {name: pad(one, padded_rows(rows)) for name, one in zip(op.inputs, inputs, strict=True)}
+        run = _Pass(memory.length, True, tensors, dict.fromkeys(op.inputs, rows), None)
+        return self._execute(op, run, memory, None)[0][:rows]
+
     def _rounded(self, op: Op, value: torch.Tensor) -> torch.Tensor:
         return value if isinstance(op, _MOVES) else self._kept(value)
 
