@@ -19,11 +19,11 @@ from edge_dflash.backends.reference.dense import arithmetic
 from edge_dflash.bundle.manifest import MANIFEST, QUALITY, dump_manifest, fingerprint
 from edge_dflash.bundle.parts import write_file
 from edge_dflash.bundle.reader import Bundle, read_manifest
-from edge_dflash.common.files import LARGE, directory, locked, read_text
+from edge_dflash.common.files import LARGE, directory, locked, open_regular, read_text
 from edge_dflash.common.progress import Progress, Stage
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.replay import forced, replay
-from edge_dflash.errors import RequestError, short
+from edge_dflash.errors import CheckpointError, RequestError, short
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.quality import texts as given
@@ -106,11 +106,15 @@ class SourceModel:
                     "the checkpoint that the bundle was made from"
                 )
         digest, stamps = hashlib.sha256(), ""
+        store = PairCheckpoint.open(directory, None, pair_programs(pair).weights)
         for path in sorted((*directory.glob("*.safetensors"), directory / "config.json")):
-            with path.open("rb") as file:
-                digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(_HEAD))
-            stamps += f"{path.stat().st_mtime_ns} "
-        return cls(PairCheckpoint.open(directory, None, pair_programs(pair).weights), digest.hexdigest(), stamps)
+            try:
+                with open_regular(path) as file:
+                    digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(_HEAD))
+                    stamps += f"{path.stat().st_mtime_ns} "
+            except OSError as error:
+                raise CheckpointError(f"cannot read {path}: {error.strerror}; remove it or download it again") from None
+        return cls(store, digest.hexdigest(), stamps)
 
 
 def _tokenizer(bundle: Bundle) -> Tokenizer | None:
@@ -193,6 +197,7 @@ def keep(bundle: Path, quality: Quality) -> None:
 
     At every moment the bundle is whole: without the figures, or with them.
     """
+    bundle = bundle.resolve()  # a link's own folder may be on another disk
     manifest, fresh = read_manifest(bundle), bundle.with_name(f"{bundle.name}.manifest")
     files = {name: entry for name, entry in manifest.files.items() if name != QUALITY}
     for text in (None, dump_quality(quality)):
@@ -272,15 +277,21 @@ def _of_backend(bundle: Bundle, backend: Backend, run: Run, texts: Sequence[Text
 def working(folder: Path, key: str) -> Iterator[None]:
     """A locked directory for the state of what ``key`` names; an earlier run's of anything else is removed."""
 
+    def state() -> list[Path]:  # the key, which says whose it is, last
+        there = (path for path in folder.iterdir() if path.suffix in (".safetensors", ".part", ".key", ".json"))
+        return sorted(there, key=lambda path: path.suffix == ".key")
+
     def clear() -> None:
-        for path in folder.iterdir():
-            if path.suffix in (".safetensors", ".part", ".key", ".json"):
-                path.unlink()
+        for path in state():
+            path.unlink()
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             if not (mark := folder / f"{key}.key").exists():
+                if (there := state()) and there[-1].suffix != ".key":
+                    why = f"a measurement keeps its state there, and {there[0].name} is none of it; move it away"
+                    raise RequestError(f"{folder} is in the way: {why}")
                 clear()
                 mark.touch()
             yield

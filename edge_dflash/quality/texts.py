@@ -98,7 +98,7 @@ def make_texts(
             given = () if answer is None or len(prompt) >= left else tuple(answer(prompt))
         found = ["prompt"] * len(prompt) + places(tokenizer, prompt, given)
         text = Text((*prompt, *given)[:left], tuple(found[:left]))
-        if len(text.ids) > 1:
+        if len(text.ids) > 1:  # else nothing of it is predicted
             left -= len(text.ids)
             texts.append(text)
     if not texts:
@@ -107,9 +107,11 @@ def make_texts(
 
 
 def _said(task: Task) -> str | None:
-    """The answer that a task ends with."""
+    """The answer that a task ends with; one with parsed tool calls, which the template spells, is of the prompt."""
     last = task[-1] if not isinstance(task, str) and len(task) > 1 else None
     if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        return None
+    if last.get("tool_calls"):
         return None
     return str(last["content"])
 

@@ -162,7 +162,8 @@ class Running:
         plans, details = await self._finish()
         self._note(plans[0].finish_reason)
         made = partial(self._writer.whole, plans, details)
-        small = sum(len(plan.tokens) + len(plan.prompt_logprobs) for plan in plans) < SMALL
+        said = 1 + (self._call.options.get("logprobs") or 0)  # of each token
+        small = said * sum(len(plan.tokens) + len(plan.prompt_logprobs) for plan in plans) < SMALL
         return json_response(made()) if small else await self._service.written(made)
 
     async def _events(self, send: Send) -> None:
@@ -181,8 +182,10 @@ class Running:
                         await say(b": working\n\n")
                         continue
                     for choice in range(part[0], self._call.n, len(self._streams)):  # all that are made of this stream
-                        if (piece := self._writer.piece(part[1], choice)) is not None and not self._left:
-                            await say(_event(piece))
+                        made = partial(self._piece, part[1], choice)
+                        long = len(part[1].prompt_logprobs) > 0  # of megabytes, perhaps
+                        if (data := await self._service.on_thread(made) if long else made()) and not self._left:
+                            await say(data)
             plans, details = await self._finish()
             for chunk in self._writer.closing(plans, details):
                 await say(_event(chunk))
@@ -194,6 +197,10 @@ class Running:
         await say(b"data: [DONE]\n\n")
         self._note(outcome)  # now: the end itself looks like leaving
         await say(b"", False)
+
+    def _piece(self, part: Increment, choice: int) -> bytes:
+        piece = self._writer.piece(part, choice)
+        return b"" if piece is None else _event(piece, sharing=len(part.prompt_logprobs) > 0)
 
     def _note(self, outcome: str) -> None:
         _ended(self._service, self._request, self._endpoint, "disconnected" if self._left else outcome)
@@ -244,8 +251,8 @@ class Running:
                 await self._service.on_thread(partial(self._sessions.release, self._held))
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + dump(value) + b"\n\n"
+def _event(value: dict[str, Any], *, sharing: bool = False) -> bytes:
+    return b"data: " + dump(value, sharing=sharing) + b"\n\n"
 
 
 async def _let_go(stream: AsyncPlanStream) -> Plan | None:

@@ -107,16 +107,16 @@ class Writer:
         """
         if self._call.options.get("logprobs") is None:
             return None
-        entries = [{**self._entry(one), "top_logprobs": list(map(self._entry, one.top))} for one in found]
+        entries = ({**self._entry(one), "top_logprobs": list(map(self._entry, one.top))} for one in found)
         if self._call.chat:
-            return {"content": entries, "refusal": None}
+            return {"content": list(entries), "refusal": None}
         lists = {
             "tokens": [_text(one) for one in found],
             "token_logprobs": [_number(one) for one in found],
             "top_logprobs": [None if one.logprob is math.nan else _by_text(one.top) for one in found],
             "text_offset": [self._offset(one, index) for one in found],
         }
-        return {**lists, "content": entries} if self._call.with_tokens else lists
+        return {**lists, "content": list(entries)} if self._call.with_tokens else lists
 
     def _entry(self, one: TokenLogprob) -> dict[str, Any]:
         entry = {"token": _text(one), "logprob": _number(one), "bytes": None if one.text is None else list(one.text)}

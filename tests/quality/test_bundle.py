@@ -19,7 +19,7 @@ from edge_dflash.bundle.reader import Bundle, read_manifest
 from edge_dflash.common.files import locked
 from edge_dflash.common.progress import unheard
 from edge_dflash.demo.tasks import TARGET, assemble
-from edge_dflash.errors import BundleError, RequestError
+from edge_dflash.errors import BundleError, CheckpointError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.quality import bundle as module
 from edge_dflash.quality import compare
@@ -159,11 +159,24 @@ def test_two_at_a_time_are_refused_and_foreign_files_stay(bundle):
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
 
 
+def test_a_folder_with_files_of_another_kind_is_left_alone(bundle):
+    folder = shutil.copytree(bundle.path, bundle.path.with_name("work"))
+    with pytest.raises(RequestError, match=r"work is in the way: .* is none of it; move it away"):
+        measured(bundle)
+    Bundle.open(folder)  # as whole as before
+
+
 def test_a_source_of_another_model_is_refused_by_name(bundle):
     with pytest.raises(RequestError, match=r"qwen3-tiny: architecture is 'qwen3', that of the bundle's target"):
         measured(bundle, GOLDEN / "qwen3-tiny")
     with pytest.raises(RequestError, match=r"qwen3_5-tiny: vocab_size is "):
         measured(bundle, GOLDEN / "qwen3_5-tiny")
+
+
+def test_a_source_with_a_folder_for_a_file_is_refused_by_name(bundle, tmp_path):
+    (shutil.copytree(TARGET, tmp_path / "source") / "x.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"x\.safetensors: it is a directory, wanted a regular file; remove it"):
+        measured(bundle, tmp_path / "source")
 
 
 def test_eyes_are_left_out(tmp_path, bundle):
@@ -186,7 +199,7 @@ def test_stacked_weights_are_read_as_they_were(tmp_path):
     assert np.isfinite(other.get("target.layers.0.mlp.up_proj").block_scale).all()  # pages come back
 
 
-def test_figures_in_a_bundle_change_nothing_else(bundle, figures):
+def test_figures_in_a_bundle_change_nothing_else(bundle, figures, monkeypatch):
     before = fingerprint(bundle.manifest)
     assert read_quality(bundle.path, bundle.manifest) is None
     for one in (figures, replace(figures, top1=0.5)):
@@ -194,6 +207,9 @@ def test_figures_in_a_bundle_change_nothing_else(bundle, figures):
         opened = Bundle.open(bundle.path)
         assert fingerprint(opened.manifest) == before
         assert read_quality(bundle.path, opened.manifest) == one
+    monkeypatch.chdir(bundle.path)
+    keep(Path(), replace(figures, top5=0.25))
+    assert read_quality(bundle.path, read_manifest(bundle.path)) == replace(figures, top5=0.25)
     (bundle.path / QUALITY).write_bytes(dump_quality(figures))
     with pytest.raises(BundleError, match=r"another hash .* measure it again"):
         read_quality(bundle.path, read_manifest(bundle.path))

@@ -63,6 +63,14 @@ def test_every_token_of_an_answer_has_a_place():
     assert text.ids[-1] == tokenizer().eos_token_id
 
 
+def test_parsed_tool_calls_are_not_dropped():
+    call = {"id": "1", "type": "function", "function": {"name": "go", "arguments": "{}"}}
+    said = {"role": "assistant", "content": "On my way.", "tool_calls": [call]}
+    (text,) = make_texts([[{"role": "user", "content": "Go."}, said]], tokenizer(), 1024, 500, None)
+    assert text.ids == tokenizer().encode_chat([{"role": "user", "content": "Go."}, said])
+    assert set(text.places) == {"prompt"}
+
+
 def test_an_answer_is_generated_where_none_is_given():
     asked = []
 
@@ -75,6 +83,13 @@ def test_an_answer_is_generated_where_none_is_given():
     assert asked == [text.ids[:-3] for text in texts]
     assert texts[1].places[:2] == ("prompt", "prompt")
     assert [text.ids for text in make_texts([[3, 4]], None, 1024, 100, None)] == [(3, 4)]
+
+
+def test_a_token_alone_is_no_text():
+    texts = make_texts([[1], [2], [3, 4]], None, 1024, 100, None)
+    assert [text.ids for text in texts] == [(3, 4)]
+    with pytest.raises(RequestError, match="no two tokens in a row"):
+        make_texts([[1], [2]], None, 1024, 100, None)
 
 
 def test_texts_end_at_the_budget():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ from planner_support import Gate, Slow
 from service_support import TEXT_SHAPE, client_of, events, fake_service, live, until
 
 from edge_dflash import ContextError, Planner, RequestCancelledError, RequestError
+from edge_dflash.serve.replies import Writer
 
 COMPLETIONS = "/v1/completions"
 TEXT = "grüße 🤖 an <|end|>"
@@ -77,6 +79,23 @@ class TestForm:
         for name in whole["logprobs"] or ():
             parts = [one["logprobs"][name] for one in said if one["logprobs"]]
             assert [one for part in parts for one in part] == whole["logprobs"][name]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_long_prompt_is_written_beside_the_loop(self, tmp_path, monkeypatch, stream):
+        sizes, original = [], Writer._logprobs
+
+        def noted(self, found, index):
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()
+            sizes.append(len(found))
+            return original(self, found, index)
+
+        monkeypatch.setattr(Writer, "_logprobs", noted)
+        service = fake_service(tmp_path, FakeBackend(WIDE))
+        body = {"prompt": [3, 5] * 200, "echo": True, "logprobs": 20, "max_tokens": 0, "stream": stream}
+        with client_of(service) as client:
+            assert client.post(COMPLETIONS, json=body).status_code == 200
+        assert sizes == [400]
 
     @pytest.mark.parametrize(
         ("body", "param", "why"),
