@@ -252,3 +252,10 @@ def test_head_is_answered_and_other_methods_are_refused(service):
         refused = client.request("OPTIONS", SESSIONS + "/hall")
         assert set(refused.headers["allow"].split(", ")) == {"GET", "HEAD", "DELETE"}
         assert client.request("OPTIONS", "/nothing").status_code == 404
+
+
+@pytest.mark.parametrize("one", [one for one in OPERATIONS if isinstance(one.answer, str)], ids=lambda one: one.answer)
+def test_an_answer_that_is_named_is_of_that_schema(one):
+    answers = DOCUMENT["paths"][one.path.replace(":path", "")][one.method.lower()]["responses"]
+    assert answers["200"]["content"]["application/json"]["schema"] == openapi.ref(one.answer)
+    assert one.answer in SCHEMAS
