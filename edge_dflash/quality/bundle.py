@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
 from edge_dflash.backends.reference.dense import arithmetic
 from edge_dflash.bundle.manifest import MANIFEST, QUALITY, dump_manifest, fingerprint
@@ -300,6 +299,6 @@ def working(folder: Path, key: str) -> Iterator[None]:
             folder.rmdir()
     except BlockingIOError:
         raise RequestError(f"{folder} is locked: another process measures this bundle; wait for it") from None
-    except (OSError, SafetensorError) as error:
-        what = f"{getattr(error, 'strerror', None) or error} ({getattr(error, 'filename', None) or folder})"
+    except OSError as error:
+        what = f"{error.strerror or error} ({error.filename or folder})"
         raise RequestError(f"the state of a measurement cannot be kept: {what}; give a directory to write") from None

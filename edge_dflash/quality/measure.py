@@ -10,19 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from edge_dflash.backends.reference.dense import dense
 from edge_dflash.backends.reference.experts import experts
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
+from edge_dflash.bundle.parts import Tensor, tensor_file, write_file
 from edge_dflash.checks.footprint import row_weights
+from edge_dflash.common.files import is_there
 from edge_dflash.common.progress import Progress, Stage, unheard
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import CheckpointError
@@ -30,6 +31,7 @@ from edge_dflash.model.ops import Attend, Embed, Experts, GatedDelta, Linear, Op
 from edge_dflash.quality.compare import Compared, Side, compare
 from edge_dflash.quality.stream import HEAD, Passes, Values, Variant, part, same
 from edge_dflash.weights.formats import KvFormat, WeightStore
+from edge_dflash.weights.safetensors import TensorFiles
 
 ALL, WEIGHTS, KV, PARTS, UNITS = "all", "weights", "kv", "parts/", "units/"  # names of variants, and their beginnings
 SOURCE = "source"
@@ -89,6 +91,10 @@ def demand(passes: Passes, variants: Mapping[str, Variant]) -> tuple[list[int], 
 def _on(device: str) -> AbstractContextManager[object]:
     """Where new tensors are; every call costs time inside torch's own context."""
     return nullcontext() if device == "cpu" else torch.device(device)
+
+
+def _array(rows: torch.Tensor) -> list[Any]:
+    return [rows.cpu().numpy()]
 
 
 class Run:
@@ -170,21 +176,24 @@ class Run:
 
     def _keep(self, count: int) -> None:
         """Write the rows after so many ops."""
-        if self._state is None:
+        if self._state is None or count < 2:
             return
-        tensors = {f"{name}|{key}": one.clone() for name, own in self._rows.items() for key, one in own.items()}
-        save_file({"": torch.tensor(count), **tensors}, part := self._state.with_suffix(".part"))
+        every = {f"{name}|{key}": one for name, own in self._rows.items() for key, one in own.items()}
+        every["ops|"] = torch.tensor([float(count)])
+        made = [Tensor(name, "F32", tuple(one.shape), partial(_array, one)) for name, one in every.items()]
+        write_file(part := self._state.with_suffix(".part"), tensor_file(made))
         part.replace(self._state)
 
     def _take_up(self) -> int:
         """Ops that are done by what was kept; 0: nothing was, or a crash tore it."""
-        try:
-            kept = load_file(self._state, self._device) if self._state else {}
-        except (FileNotFoundError, SafetensorError):
-            kept = {}
-        if not kept:
+        if self._state is None or not is_there(self._state):
             return 0
-        count, self._rows = int(kept.pop("")), {}
+        try:
+            file = TensorFiles.open([self._state])
+            kept = {both: torch.tensor(file.array(both)[1]).to(self._device) for both in file.names()}
+        except CheckpointError:
+            return 0
+        count, self._rows = int(kept.pop("ops|")), {}
         for both, rows in kept.items():
             name, _, key = both.partition("|")
             self._rows.setdefault(name, {})[key] = rows

@@ -1,5 +1,7 @@
 """Figures equal those of an independent implementation, and name a fault that was planted."""
 
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -196,3 +198,8 @@ def test_units_cost_as_much_as_all_the_rest():
     spent, alone = (sum(measure.demand(passes, some)[0]) for some in (whole, units))
     assert {one.rows for one in whole.values()} == {10_000}
     assert 0.9 * spent < alone <= spent
+
+
+def test_nothing_but_training_needs_the_safetensors_library():
+    code = "import sys; sys.modules['safetensors'] = None; import edge_dflash.builder.write, edge_dflash.quality.bundle"
+    subprocess.run([sys.executable, "-c", code], check=True)
