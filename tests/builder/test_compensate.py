@@ -11,7 +11,7 @@ from golden_pairs import EXPERTS, programs
 from typer.testing import CliRunner
 
 from edge_dflash.builder import write
-from edge_dflash.builder.importance import INPUTS, SHRINK, shared_inputs
+from edge_dflash.builder.importance import SHRINK, inputs_file, shared_inputs
 from edge_dflash.builder.write import build
 from edge_dflash.bundle import parts
 from edge_dflash.bundle.manifest import RoundingUse
@@ -78,11 +78,11 @@ def test_a_build_rounds_the_target_by_the_inputs_that_it_kept(config, stopped, b
     use = built.manifest.rounding
     assert use == RoundingUse("compensated", built.manifest.weight_summary["nvfp4"], 0, 64)
     decided, folder = write.decide(config(tmp_path / "out")), building_path(stopped) / "bundle"
-    kept = {name + INPUTS for name in decided.scales.compensated.values()}
+    kept = {inputs_file(name) for name in decided.scales.compensated.values()}
     assert kept == {path.name for path in folder.glob("*.inputs")}
     importance = write._measured(decided, lambda *_: None)[1]
     for name, first in decided.scales.compensated.items():
-        rows = np.fromfile(folder / (first + INPUTS), np.uint16).reshape(64, -1)
+        rows = np.fromfile(folder / inputs_file(first), np.uint16).reshape(64, -1)
         x = torch.from_numpy(rows).view(torch.bfloat16)
         squares = x.double().square().mean(0)
         np.testing.assert_allclose(importance[name], (squares / squares.mean() + SHRINK), rtol=1e-4, err_msg=name)
@@ -120,7 +120,7 @@ def test_inputs_are_measured_again_unless_they_are_as_they_were_written(
     stopped, built, config, tmp_path, monkeypatch, damage
 ):
     output, folder = copied(stopped, tmp_path)
-    path, runs, original = folder / (HEAD + INPUTS), [], write.measure_scales
+    path, runs, original = folder / inputs_file(HEAD), [], write.measure_scales
     for weights in folder.rglob("*.safetensors"):
         if weights.parent.name == "weights":
             weights.unlink()
