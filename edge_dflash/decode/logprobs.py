@@ -36,33 +36,23 @@ def token_logprobs(
     """Log-probabilities of ``tokens``, with the text that ``spell`` gives each.
 
     Row r of ``logits`` [at least len(tokens), V] is the distribution of ``tokens[r]``. Without ``alternatives`` it is
-    not called where ``known`` gives those of the tokens; with them, it saves the sum over a row.
+    not called where ``known`` gives those of the tokens.
     """
     if alternatives == 0 and known is not None:
         return tuple(TokenLogprob(token, one, (), spell(token)) for token, one in zip(tokens, known(), strict=False))
-    given: Sequence[float | None] = [None] * len(tokens) if known is None else known()
-    rows = zip(logits(), tokens, given, strict=False)
-    return tuple(_of_row(row, token, alternatives, spell, one) for row, token, one in rows)
+    return tuple(_of_row(row, token, alternatives, spell) for row, token in zip(logits(), tokens, strict=False))
 
 
 def _of_row(
-    row: npt.NDArray[np.float32],
-    token: int,
-    alternatives: int,
-    spell: Callable[[int], bytes | None],
-    known: float | None,
+    row: npt.NDArray[np.float32], token: int, alternatives: int, spell: Callable[[int], bytes | None]
 ) -> TokenLogprob:
     """Terms of the sum are float32, everything else float64: an error below 1e-6 at any size of vocabulary."""
+    best = row.max()
     with np.errstate(invalid="ignore"):  # a row that holds inf or NaN has no probabilities
-        if known is None or not math.isfinite(known):
-            best = row.max()
-            whole = float(best) + math.log(np.exp(row - best).sum(dtype=np.float64))
-            known = float(row[token]) - whole
-        else:
-            whole = float(row[token]) - known
+        whole = float(best) + math.log(np.exp(row - best).sum(dtype=np.float64))
         ids = _largest(row, alternatives).tolist()
         top = tuple(TokenLogprob(other, float(row[other]) - whole, (), spell(other)) for other in ids)
-        return TokenLogprob(token, known, top, spell(token))
+        return TokenLogprob(token, float(row[token]) - whole, top, spell(token))
 
 
 def _largest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.intp]:

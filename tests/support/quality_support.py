@@ -51,7 +51,8 @@ class Changed:
         self._store, self._weight, self._scale = store, weight, scale
 
     def get(self, name):
-        return self._weight(name, self._store.get(name))
+        with torch.device("cpu"):  # whatever the device of the stream that asks
+            return self._weight(name, self._store.get(name))
 
     def kv_scale(self, state):
         return self._scale(state, self._store.kv_scale(state))
