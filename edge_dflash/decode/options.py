@@ -23,6 +23,8 @@ from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.pictures.pictured import Pictured, Placed, check_pictures
 from edge_dflash.text.tool_calls import Tool, chosen_tools, function_of, is_strict
 
+MOST_TOLD = 1 << 18  # log-probabilities of a prompt, alternatives included: 50 MB
+
 
 class PlanOptions(TypedDict, total=False):
     """Keywords of a request; :class:`Options` says what they mean and what holds without them."""
@@ -307,6 +309,9 @@ def admit(
             f"{used} prompt tokens and {wanted} new tokens exceed the usable context of {limits}; "
             f"at most {room} new tokens fit"
         )
+    if options.prompt_logprobs and (told := used * (1 + (options.logprobs or 0))) > MOST_TOLD:
+        why = f"{used} tokens with {options.logprobs} alternatives each"
+        raise RequestError(f"{why} are {told} log-probabilities, at most {MOST_TOLD} are told; ask for less")
     if not shape.drafts:
         options = replace(options, speculative=False)
     at_budget: FinishReason = "context" if wanted is None else "length"

@@ -72,6 +72,8 @@ def completion_call(body: Given, config: ServeConfig) -> Call:
     for name in bodies.BUDGETS:
         if given.get(name) == 0 and not (echo and scored):
             _refuse(name, 0, "0 is for echo with logprobs; give at least 1")
+    if echo and scored and given.get("n", 1) > 1:
+        _refuse("n", given["n"], "echo with logprobs gives the prompt once; give 1")
     options["prompt_logprobs"] = echo and scored
     return replace(_call(given, given["prompt"], options, config, chat=False), echo=echo)
 

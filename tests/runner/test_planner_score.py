@@ -20,6 +20,7 @@ from text_support import thinking_tokenizer
 from edge_dflash import ContextError, QueueFullError, RequestCancelledError, RequestError, Score
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.delegate import Delegate
+from edge_dflash.decode.options import MOST_TOLD, Options, admit
 from edge_dflash.errors import BackendError
 from edge_dflash.planner import Planner as Opened
 from edge_dflash.runner.observer import Observer
@@ -265,6 +266,14 @@ class TestBounds:
             with pytest.raises(ContextError):
                 planner.score([7] * 60)
             assert planner._engine.backend.passes.count("prefill") == 1
+
+    def test_what_is_told_of_a_prompt_is_bounded(self):
+        with Planner(FakeBackend(replace(SHAPE, max_context=20_000, prefill_chunk=64))) as planner:
+            most = MOST_TOLD // 21
+            with pytest.raises(RequestError, match=rf"{most + 1} tokens with 20 alternatives .* at most {MOST_TOLD}"):
+                planner.score([7] * (most + 1), logprobs=20)
+            assert planner._engine.backend.passes.count("prefill") == 0
+            admit(planner.shape, [7] * most, Options(logprobs=20, prompt_logprobs=True, max_new_tokens=0))
 
     def test_no_more_than_a_pass_of_logits_is_held(self):
         held = []
