@@ -48,7 +48,7 @@ def test_a_slip_of_two_names_says_none():
 
 
 OTHERS = (  # options of other engines for a request, which mean something else than any of ours
-    "min_p", "top_a", "top_n", "typical_p", "min_tokens", "max_length", "max_prompt_tokens", "prompt_logprobs",
+    "min_p", "top_a", "top_n", "typical_p", "min_tokens", "max_length", "max_prompt_tokens",
     "presence_penalty", "repetition_penalty", "logit_bias", "ignore_eos", "best_of", "n", "stop_token_ids",
     "include_stop_str_in_output", "temperature_last", "dynatemp_range", "seed_strategy", "guided_grammar",
 )  # fmt: skip
