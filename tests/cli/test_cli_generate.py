@@ -126,9 +126,9 @@ def test_tokens_that_differ_are_said_and_fail(capsys):
     with pytest.raises(VerificationError, match="differ from token 1 on"):
         module._report(plan_of((1, 2)), None, (plan_of((1, 3)), None), json=False)
     assert "DIFFERENT TOKENS" in capsys.readouterr().out
-    assert not comparison.same_tokens(plan_of((1, 2)), plan_of((1,)))
-    assert comparison.same_tokens(plan_of((1, 2)), plan_of((1,), "deadline"))
-    assert not comparison.same_tokens(plan_of((1, 2)), plan_of((3,), "deadline"))
+    assert comparison.identical(plan_of((1, 2)), plan_of((1,))) is False
+    assert comparison.identical(plan_of((1, 2)), plan_of((1,), "deadline")) is None
+    assert comparison.identical(plan_of((1, 2)), plan_of((3,), "deadline")) is False
 
 
 def test_joules_of_a_plan_are_watts_over_its_time(cli, ids_bundle, monkeypatch):
