@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from edge_dflash.common.tables import no_constant
 from edge_dflash.decode.accept import FinishReason
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.logprobs import TokenLogprob
@@ -120,13 +121,9 @@ def json_object(text: str) -> dict[str, Any] | None:
 def json_value(text: str) -> Any:
     """The JSON value that ``text`` is, or None. NaN, Infinity and numbers beyond a float's range are not JSON."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        return json.loads(text, parse_constant=no_constant, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _finite(text: str) -> float:

@@ -175,7 +175,7 @@ def identity(path: Path, manifest: Manifest) -> dict[str, Any]:
         "recipe": manifest.recipe,
         "precision": encode(manifest.precision),
         "weights": manifest.weight_summary,
-        "block_size": manifest.block_size,
+        "block_size": manifest.pair.block_size,
         "max_context": manifest.max_context,
         "prefill_chunk": manifest.prefill_chunk,
         "bytes": manifest.size,

@@ -11,12 +11,12 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from edge_dflash.board.archs import ARCHS_OF, BACKENDS, find_arch, ordered
 from edge_dflash.common.files import parse_json
-from edge_dflash.common.tables import decode, encode, no_constant, unique_keys
+from edge_dflash.common.tables import UNWRITTEN, decode, encode, no_constant, unique_keys
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.shape import MOST_LANES
 from edge_dflash.errors import BackendError, BundleError
@@ -32,15 +32,7 @@ QUALITY = "quality.json"  # figures that may be measured at any time: they make 
 ENGINES = "plans/"  # folder of TensorRT engines
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
-_OPTIONAL: Mapping[str, Any] = {
-    "plans": None,
-    "no_self_test": None,
-    "standby": [],
-    "trial": None,
-    "lanes": 1,
-    "rounding": None,
-}
-_OF_PAIR = ("block_size", "mask_token_id", "target_layer_ids")
+_OF_PAIR = ("block_size", "mask_token_id", "target_layer_ids")  # written again, for those who read no specs
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -118,27 +110,12 @@ class Manifest:
     sources: tuple[SourceFile, ...]
     weights: Mapping[str, WeightFormat]
     files: Mapping[str, FileEntry]  # every file of the bundle but manifest.json, by relative path
-    plans: EngineFiles | None = None  # of the tensorrt backend
-    no_self_test: str | None = None  # why selftest.json is not among the files
-    standby: tuple[str, ...] = ()  # other backends of the bundle; they read the same weights
-    trial: Trial | None = None  # of two backends
-    lanes: int = 1  # sequences at once, where nobody says how many; keys with these values are left out
-    rounding: RoundingUse | None = None  # None: max / 6, or nothing is quantized
-
-    @property
-    def block_size(self) -> int:
-        """The pair's; written for those who read no specs, as the next two are."""
-        return self.pair.block_size
-
-    @property
-    def mask_token_id(self) -> int | None:
-        """The pair's."""
-        return self.pair.mask_token_id
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """The pair's."""
-        return self.pair.target_layer_ids
+    plans: EngineFiles | None = field(default=None, metadata=UNWRITTEN)  # of the tensorrt backend
+    no_self_test: str | None = field(default=None, metadata=UNWRITTEN)  # why selftest.json is not among the files
+    standby: tuple[str, ...] = field(default=(), metadata=UNWRITTEN)  # other backends; they read the same weights
+    trial: Trial | None = field(default=None, metadata=UNWRITTEN)  # of two backends
+    lanes: int = field(default=1, metadata=UNWRITTEN)  # sequences at once, where nobody says how many
+    rounding: RoundingUse | None = field(default=None, metadata=UNWRITTEN)  # None: max / 6, or nothing is quantized
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -180,9 +157,8 @@ class Manifest:
 def dump_manifest(manifest: Manifest) -> bytes:
     """The one text that :func:`parse_manifest` accepts for this manifest."""
     exact = decode(Manifest, encode(manifest), MANIFEST)  # an int in a float's place becomes the float it stands for
-    said = {field: encode(getattr(exact, field)) for field in _OF_PAIR}
+    said = {name: encode(getattr(exact.pair, name)) for name in _OF_PAIR}
     body: dict[str, Any] = {"schema": _schema(exact), **encode(exact), **said}
-    body = {key: value for key, value in body.items() if key not in _OPTIONAL or value != _OPTIONAL[key]}
     body["checksum"] = hashlib.sha256(_text(body)).hexdigest()
     return _text(body)
 
@@ -206,11 +182,11 @@ def fingerprint(manifest: Manifest) -> str:
 def parse_manifest(text: bytes, where: str = MANIFEST) -> Manifest:
     """Read and check a manifest against itself. Raises BundleError naming the field, found and wanted."""
     body = read_document(text, where, 1, SCHEMA)
-    said = {field: body.pop(field, None) for field in ("schema", "checksum", *_OF_PAIR)}
-    manifest = decode(Manifest, {**_OPTIONAL, **body}, where)
-    for field in _OF_PAIR:
-        if said[field] != (wanted := encode(getattr(manifest, field))):
-            raise BundleError(f"{where}: {field} is {said[field]}, wanted {wanted} as in pair; build the bundle again")
+    said = {name: body.pop(name, None) for name in ("schema", "checksum", *_OF_PAIR)}
+    manifest = decode(Manifest, body, where)
+    for name in _OF_PAIR:
+        if said[name] != (wanted := encode(getattr(manifest.pair, name))):
+            raise BundleError(f"{where}: {name} is {said[name]}, wanted {wanted} as in pair; build the bundle again")
     check_manifest(manifest, where)
     if dump_manifest(manifest) != text:
         raise BundleError(f"{where}: checksum differs from the content; the file was changed after the build")
@@ -236,21 +212,21 @@ def read_document(text: bytes, where: str, oldest: int, newest: int) -> dict[str
 def check_manifest(manifest: Manifest, where: str = MANIFEST) -> None:
     """Compare the fields with each other and with the models' own shape. Raises BundleError by field."""
     pair, target = manifest.pair, manifest.pair.target
-    for field, found, accepted in (
+    for name, kind, accepted in (
         ("target.architecture", target.architecture, TARGETS),
         *([("drafter.kind", pair.drafter.kind, DRAFTERS)] if pair.drafter else []),
     ):
-        if found not in accepted:
-            raise BundleError(f"{where}.pair.{field}: found {found!r}, wanted one of {', '.join(map(repr, accepted))}")
+        if kind not in accepted:
+            raise BundleError(f"{where}.pair.{name}: found {kind!r}, wanted one of {', '.join(map(repr, accepted))}")
     _check_backends(manifest, where)
-    for field, low, high in (
-        ("block_size", 2 if pair.drafter else 1, MAX_BLOCK),
-        ("max_context", pair.rows + 1, target.max_position_embeddings),
-        ("prefill_chunk", 1, manifest.max_context),
-        ("lanes", 1, MOST_LANES),
+    for name, found, low, high in (
+        ("block_size", pair.block_size, 2 if pair.drafter else 1, MAX_BLOCK),
+        ("max_context", manifest.max_context, pair.rows + 1, target.max_position_embeddings),
+        ("prefill_chunk", manifest.prefill_chunk, 1, manifest.max_context),
+        ("lanes", manifest.lanes, 1, MOST_LANES),
     ):
-        if not low <= (found := getattr(manifest, field)) <= high:
-            raise BundleError(f"{where}: {field} is {found}, wanted {low} to {high}")
+        if not low <= found <= high:
+            raise BundleError(f"{where}: {name} is {found}, wanted {low} to {high}")
     programs = _programs(manifest.pair, where)
     kv_states = [name for name, state in programs.states.items() if isinstance(state, KvState)]
     for state, scales in manifest.kv_scales.items():

@@ -81,6 +81,18 @@ class Snapshot:
     arrays: Mapping[str, npt.NDArray[Any]]
     delta: int = 0  # position minus index of the token after them; not 0 after an image
 
+    def check_like(self, wanted: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Raise BackendError unless its arrays have the names, shapes and dtypes of those ``wanted``."""
+        if wanted.keys() != self.arrays.keys():
+            differing = sorted(wanted.keys() ^ self.arrays.keys())
+            raise BackendError(f"the snapshot is of another pair: states differ in {', '.join(differing[:3])}")
+        for name, own in wanted.items():
+            array = self.arrays[name]
+            if (array.shape, array.dtype) != (own.shape, own.dtype):
+                raise BackendError(
+                    f"the snapshot's {name} is {array.dtype} {array.shape}, this pair stores {own.dtype} {own.shape}"
+                )
+
     def frozen(self) -> Snapshot:
         """Protect its arrays: the snapshot will be shared."""
         for array in self.arrays.values():

@@ -24,6 +24,7 @@ class _Recent:
         self._passes: deque[tuple[int, float]] = deque(maxlen=RECENT)
 
     def append(self, rows: int, seconds: float) -> None:
+        """Note a measured pass."""
         self._passes.append((rows, seconds))
 
     @property
@@ -32,7 +33,7 @@ class _Recent:
         return max((seconds for _, seconds in self._passes), default=0.0)
 
     def estimate(self, rows: int, most: int | None) -> float:
-        """Seconds of ``rows`` in passes of at most ``most``; see :meth:`Pace.prefill_seconds`."""
+        """Seconds of ``rows`` in passes of at most ``most`` (None: of all); see :meth:`Pace.prefill_seconds`."""
         now = rows if most is None else min(rows, most)
         rates = [seconds / n for n, seconds in self._passes if 4 * n >= now]
         return max(rates) * now + sum(rates) / len(rates) * (rows - now) if rates else 0.0
@@ -55,7 +56,7 @@ class Pace:
         self._choice = drafts
         self._choices = {1: drafts} if isinstance(drafts, DraftChoice) else {}  # by load
         self._cycles: dict[tuple[int, bool], _Recent] = {}  # by load, and whether they drafted
-        self._prefills, self._towers = _Recent(), _Recent()
+        self.prefills, self.towers = _Recent(), _Recent()  # parts of prompts; pictures that the vision tower saw
         self.told = _Recent()  # cycles that were told their tokens, of which no other estimate learns
 
     @property
@@ -93,24 +94,7 @@ class Pace:
         Passes of less than a quarter of its tokens do not count: they are mostly the fixed cost of a pass, and would
         have requests refused that could be served.
         """
-        return self._prefills.estimate(tokens, chunk)
-
-    def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Note a measured pass over a part of a prompt."""
-        self._prefills.append(tokens, seconds)
-
-    def tower_seconds(self, tokens: int) -> float:
-        """Estimate for pictures of ``tokens`` rows together, by the slowest rate of the recent ones; 0 when unknown."""
-        return self._towers.estimate(tokens, None)
-
-    @property
-    def longest_tower(self) -> float:
-        """Seconds of the longest recent pass of the vision tower; 0 before the first."""
-        return self._towers.longest
-
-    def record_tower(self, tokens: int, seconds: float) -> None:
-        """Note a measured pass of the vision tower."""
-        self._towers.append(tokens, seconds)
+        return self.prefills.estimate(tokens, chunk)
 
     def refuse(self, patience: Patience, seconds: Callable[[], float]) -> FinishReason | None:
         """Why a pass that is expected to take ``seconds`` must not start now; None when it may.
@@ -120,7 +104,7 @@ class Pace:
         """
         reason = patience.refuse(seconds)
         if reason == "deadline":
-            for recent in (*self._cycles.values(), self._prefills, self._towers, self.told):
+            for recent in (*self._cycles.values(), self.prefills, self.towers, self.told):
                 recent.forget_slowest()
         return reason
 

@@ -83,13 +83,13 @@ def decode_steps(session: Session, request: Request, controls: Controls = NO_CON
             if gaze is not None and (unseen := gaze.unseen(done, end)) is not None:
                 began = time.perf_counter()
                 gaze.see(unseen)
-                pace.record_tower(unseen.picture.tokens, took := time.perf_counter() - began)
+                pace.towers.append(unseen.picture.tokens, took := time.perf_counter() - began)
                 seconds += took
             else:
                 lane, began, entered = session.acquire_lane(), time.perf_counter(), True
                 rows = backend.prefill(prompt[done:end], lane, gaze.sight(done, end) if gaze is not None else None)
                 rows.argmax()  # wait: no more than one chunk is ever under way
-                pace.record_prefill(end - done, took := time.perf_counter() - began)
+                pace.prefills.append(end - done, took := time.perf_counter() - began)
                 done, seconds = end, seconds + took
                 if done == len(prompt):
                     break
@@ -173,7 +173,7 @@ class _Answer:
     def fill_seconds(self, gaze: Gaze | None, done: int) -> float:
         """Estimate for what the prompt lacks: its tokens in chunks, and the pictures among them that were not seen."""
         tokens, chunk = len(self.request.prompt) - done, self.session.backend.shape.prefill_chunk
-        towers = self.pace.tower_seconds(gaze.left(done)) if gaze is not None else 0.0
+        towers = self.pace.towers.estimate(gaze.left(done), None) if gaze is not None else 0.0
         return self.pace.prefill_seconds(tokens, chunk) + towers
 
     def cycle(self) -> DecodeSteps:

@@ -78,7 +78,7 @@ class Job:
         """Whether its deadline leaves no room for a step of another's prompt before its next cycle."""
         if self.deadline is None:
             return False
-        prompt = max(self._pace.prefill_seconds(self._manager.backend.shape.prefill_chunk), self._pace.longest_tower)
+        prompt = max(self._pace.prefill_seconds(self._manager.backend.shape.prefill_chunk), self._pace.towers.longest)
         return time.perf_counter() + prompt + self._pace.cycle_seconds(speculative=True) > self.deadline
 
     # on the engine's thread -------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def test_bundle_of_a_golden_pair(built, name):
     assert not building_path(result.bundle).exists()
     manifest = bundle.manifest
     assert (manifest.arch, manifest.backend, manifest.tokenizer) == ("cpu", "reference", False)
-    assert (manifest.block_size, manifest.mask_token_id) == (8, 511)
+    assert (manifest.pair.block_size, manifest.pair.mask_token_id) == (8, 511)
     rows = find_arch("cpu").prefill_rows(row_parameters(pair_programs(manifest.pair).prefill))
     assert (manifest.max_context, manifest.prefill_chunk) == (1024, rows)
     assert manifest.precision == Precision("bfloat16", "fp8")

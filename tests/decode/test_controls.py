@@ -38,19 +38,19 @@ def test_the_estimate_is_the_longest_recent_cycle():
 
 def test_prefill_is_estimated_by_the_slowest_recent_rate():
     pace = Pace()
-    pace.record_prefill(50, 1.0)
+    pace.prefills.append(50, 1.0)
     assert pace.prefill_seconds(100) == 2.0
     for _ in range(RECENT - 1):
-        pace.record_prefill(50, 0.1)
+        pace.prefills.append(50, 0.1)
     assert pace.prefill_seconds(100) == 2.0
-    pace.record_prefill(50, 0.1)
+    pace.prefills.append(50, 0.1)
     assert pace.prefill_seconds(100) == 0.2
 
 
 def test_one_very_long_pass_does_not_refuse_all_for_ever():
     pace = Pace()
-    pace.record_prefill(50, 0.1)
-    pace.record_prefill(50, 60.0)
+    pace.prefills.append(50, 0.1)
+    pace.prefills.append(50, 60.0)
     for cycle in (GOOD, (0.2, 60.0), PLAIN, (0.0, 60.0)):
         pace.record(*cycle)
     pace.refuse(Patience(cancelled=lambda: True), lambda: 0.0)
@@ -64,10 +64,10 @@ def test_one_very_long_pass_does_not_refuse_all_for_ever():
 
 def test_short_prefills_say_nothing_about_long_ones():
     pace = Pace()
-    pace.record_prefill(2, 0.1)
+    pace.prefills.append(2, 0.1)
     assert pace.prefill_seconds(9) == 0.0
     assert pace.prefill_seconds(8) == 0.4
-    pace.record_prefill(200, 1.0)
+    pace.prefills.append(200, 1.0)
     assert pace.prefill_seconds(400) == 2.0
     assert pace.prefill_seconds(50) == 0.25
 

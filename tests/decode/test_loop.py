@@ -153,7 +153,7 @@ def test_constrained_speculative_equals_constrained_plain(name, temperature):
 
 def test_a_deadline_that_the_prefill_cannot_meet_starts_nothing():
     b, pace = backend("qwen3_5"), Pace()
-    pace.record_prefill(10, 10.0)  # 1 s a token
+    pace.prefills.append(10, 10.0)  # 1 s a token
     controls = Controls(deadline=time.perf_counter() + 5.0, pace=pace)
     assert generate(b, PROMPT, FORTY, controls=controls).finish_reason == "deadline"
     assert b.length() == 0

@@ -211,13 +211,13 @@ def test_cancelling_is_asked_before_each_pass_of_the_tower(asked):
 def test_a_deadline_that_the_tower_would_miss_refuses_it():
     eyes, pace = Eyes(FakeBackend(EYES)), Pace()
     manager = SessionManager(eyes)
-    pace.record_tower(6, 6.0)  # 1 s a row
+    pace.towers.append(6, 6.0)  # 1 s a row
     for left, reason, towers in ((60.0, "length", 2), (10.0, "length", 0), (0.0, "deadline", 0)):
         controls = Controls(deadline=time.perf_counter() + left, pace=pace)
         steps = list(ask(manager.open(), mixed(FRAME, OTHER, [1]), FEW, controls))
         assert (steps[-1].finish_reason, eyes.done()[0]) == (reason, towers)
-    pace.record_tower(6, 6.0)
-    pace.record_tower(6, 6.0)
+    pace.towers.append(6, 6.0)
+    pace.towers.append(6, 6.0)
     controls = Controls(deadline=time.perf_counter() + 10.0, pace=pace)
     steps = list(ask(manager.open(), mixed(noise(1), noise(2), noise(3), [1]), FEW, controls))  # 12 rows: 12 s
     assert (steps[-1].finish_reason, eyes.towers) == ("deadline", 0)

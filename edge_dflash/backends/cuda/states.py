@@ -164,16 +164,7 @@ def write_states(gpu: Gpu, states: States, lane: int, snapshot: Snapshot) -> Non
     length = snapshot.length
     wanted = {name: empty for name, _, _, empty in _kv(states, lane, length)}
     wanted |= {name: empty for name, _, empty in _recurrent(states, lane)}
-    if wanted.keys() != snapshot.arrays.keys():
-        differing = sorted(wanted.keys() ^ snapshot.arrays.keys())
-        raise BackendError(f"the snapshot is of another pair: states differ in {', '.join(differing[:3])}")
-    for name, empty in wanted.items():
-        array = snapshot.arrays[name]
-        if (array.shape, array.dtype) != (empty.shape, empty.dtype):
-            raise BackendError(
-                f"the snapshot's {name} is {array.dtype} {tuple(array.shape)}, "
-                f"this pair stores {empty.dtype} {tuple(empty.shape)}"
-            )
+    snapshot.check_like(wanted)
     for name, pointer, kv_rows, empty in _kv(states, lane, length):
         for head, part in enumerate(_heads(empty, kv_rows)):
             gpu.write(pointer.at(*part), np.ascontiguousarray(snapshot.arrays[name][:, head]))

@@ -214,18 +214,10 @@ class ReferenceBackend:
             raise BackendError(
                 f"the snapshot holds {snapshot.length} tokens, the context only {self._shape.max_context}"
             )
-        places = _places(memory, snapshot.length)
-        if places.keys() != snapshot.arrays.keys():
-            differing = sorted(places.keys() ^ snapshot.arrays.keys())
-            raise BackendError(f"the snapshot is of another pair: states differ in {', '.join(differing[:3])}")
+        places = {name: place.numpy() for name, place in _places(memory, snapshot.length).items()}
+        snapshot.check_like(places)
         for name, place in places.items():
-            array = torch.from_numpy(np.array(snapshot.arrays[name]))
-            if (array.shape, array.dtype) != (place.shape, place.dtype):
-                raise BackendError(
-                    f"the snapshot's {name} is {array.dtype} {tuple(array.shape)}, "
-                    f"this pair stores {place.dtype} {tuple(place.shape)}"
-                )
-            place.copy_(array)
+            place[:] = snapshot.arrays[name]
         memory.length, memory.offset = snapshot.length, snapshot.delta
         self._lanes[lane] = _Lane(memory)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -127,10 +128,10 @@ class Interpreter:
         padded = pad(torch.tensor(ids, dtype=torch.int64), padded_rows(rows))
         run = _Pass(memory.length, program.commits, {"ids": padded}, {"ids": rows}, sight)
         for op, freed in zip(program.ops, program.freed, strict=True):
-            if observer is not None:
-                self._observe(op, run, observer)
+            if observer is not None and isinstance(op, Linear | Experts):
+                observer(op, "x", run.tensors[op.inputs[0]][: run.valid[op.inputs[0]]])
             value, valid = self._execute(op, run, memory, observer)
-            run.tensors[op.output] = self._rounded(op, value)
+            run.tensors[op.output] = value if isinstance(op, _MOVES) else self._kept(value)
             run.valid[op.output] = valid
             for name in freed:
                 if name not in want:
@@ -145,20 +146,9 @@ class Interpreter:
         run = _Pass(memory.length, True, tensors, dict.fromkeys(op.inputs, rows), None)
         return self._execute(op, run, memory, None)[0][:rows]
 
-    def _rounded(self, op: Op, value: torch.Tensor) -> torch.Tensor:
-        return value if isinstance(op, _MOVES) else self._kept(value)
-
     def _kept(self, value: torch.Tensor) -> torch.Tensor:
         """What is left of values where activations are kept."""
         return value.bfloat16().float() if self._round else value
-
-    @staticmethod
-    def _notes(op: Op, observer: Observer | None) -> Notes:
-        return lambda role, values: observer(op, role, values) if observer else None
-
-    def _observe(self, op: Op, run: _Pass, observer: Observer) -> None:
-        if isinstance(op, Linear | Experts):
-            observer(op, "x", run.tensors[op.inputs[0]][: run.valid[op.inputs[0]]])
 
     def _execute(self, op: Op, run: _Pass, memory: Memory, observer: Observer | None) -> tuple[torch.Tensor, int]:
         """Result and number of valid rows of one op."""
@@ -173,11 +163,13 @@ class Interpreter:
                 first, last = (rows - 1, rows) if op.which == "last" else (1, rows)
                 return pad(inputs[0][first:last], padded_rows(last - first)), last - first
             case Experts():
-                return experts(op, inputs[0], rows, weights, self._kept, self._notes(op, observer)), rows
+                notes: Notes = partial(observer, op) if observer else lambda role, values: None
+                return experts(op, inputs[0], rows, weights, self._kept, notes), rows
             case KvAppend() | Attend():
                 return self._attention(op, inputs, rows, run, memory, observer), rows
             case GatedDelta():
-                return self._gated_delta(op, inputs, rows, run, memory), rows
+                held = memory.delta[op.state]
+                return gated_delta(op, self.delta_weights(op), held, inputs, rows, commits=run.commits), rows
             case _:
                 return dense(op, inputs, weights), rows
 
@@ -199,11 +191,6 @@ class Interpreter:
         if isinstance(op, KvAppend):
             return inputs[0].new_zeros(inputs[0].shape[0], 0)
         return attend(op, inputs[0], tensor(op.q_norm), table, kv, run.start, rows)
-
-    def _gated_delta(
-        self, op: GatedDelta, inputs: tuple[torch.Tensor, ...], rows: int, run: _Pass, memory: Memory
-    ) -> torch.Tensor:
-        return gated_delta(op, self.delta_weights(op), memory.delta[op.state], inputs, rows, commits=run.commits)
 
     def delta_weights(self, op: GatedDelta) -> DeltaWeights:
         """Parameters of a gated delta op."""
