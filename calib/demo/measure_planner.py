@@ -22,8 +22,9 @@ from edge_dflash.decode.backend import Rows
 from edge_dflash.decode.grammar.compiled import Grammar, GrammarConstraint
 from edge_dflash.decode.sampling import Packed
 from edge_dflash.decode.steering import Ask
-from edge_dflash.demo.checking import plan_schema, scene_schema, schema_problems
+from edge_dflash.demo.checking import known_names, plan_schema, schema_problems
 from edge_dflash.demo.tasks import Task, check_plan
+from edge_dflash.demo.world import Scene
 from edge_dflash.planner import Planner
 from edge_dflash.result import Plan
 
@@ -58,6 +59,23 @@ class Timed:
             return function(*arguments, **keywords)
         finally:
             Timed.seconds += time.perf_counter() - began
+
+
+def scene_schema(scene: Scene) -> dict[str, Any]:
+    """JSON Schema of the plans that are valid in ``scene``: the plan schema with the scene's own names.
+
+    An action without any name for one of its arguments is left out.
+    """
+    names, schema = known_names(scene), plan_schema()
+    items = schema["properties"]["steps"]["items"]
+    choices, items["oneOf"] = items["oneOf"], []
+    for choice in choices:
+        arguments = choice["properties"]
+        found = {key: names.get((arguments["action"]["const"], key)) for key in arguments}
+        if set() not in found.values():
+            bound = {key: {"enum": sorted(allowed)} for key, allowed in found.items() if allowed}
+            items["oneOf"].append({**choice, "properties": arguments | bound})
+    return schema
 
 
 def measure_form(planner: Planner, tasks: Sequence[Task]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.builder.convert import one_thread
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.common.files import SMALL, is_there, parse_json, read_bytes
+from edge_dflash.common.files import SMALL, is_there, parse_json, read_bytes, write_whole
 from edge_dflash.common.tables import decode, encode
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.generation import generate
@@ -176,9 +176,6 @@ def read_card(directory: Path) -> DrafterCard | None:
     return card
 
 
-def write_card(directory: Path, card: DrafterCard) -> Path:
-    """Write the card into a drafter's checkpoint, whole or not at all, and return its path."""
-    path, fresh = directory / CARD, directory / f".{CARD}.new"
-    fresh.write_text(json.dumps(encode(card), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    fresh.replace(path)
-    return path
+def write_card(directory: Path, card: DrafterCard) -> None:
+    """Write the card into a drafter's checkpoint, whole or not at all."""
+    write_whole(directory / CARD, json.dumps(encode(card), indent=1, allow_nan=False).encode() + b"\n")

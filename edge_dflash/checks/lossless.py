@@ -24,8 +24,8 @@ from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.generation import Generation, generate
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.sampling import Packed
 from edge_dflash.decode.shape import PairShape
+from edge_dflash.decode.steering import GivenDrafts
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.pictures.pictured import Pictured
 from edge_dflash.weights.formats import Array
@@ -58,26 +58,6 @@ class TokenRows:
         rows = np.zeros((len(self.tokens), self.vocab_size), np.float32)
         rows[np.arange(len(self.tokens)), self.tokens] = SURE
         return rows
-
-
-@dataclass(frozen=True)
-class GivenDrafts:
-    """Steers a cycle to given drafts, and nothing else."""
-
-    tokens: list[int]
-    tolerant: bool = False
-
-    def drafts(self, rows: Rows, position: int) -> list[int]:
-        """See Steering."""
-        return self.tokens
-
-    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
-        """See Steering."""
-        return [None] * (len(drafts) + 1)
-
-    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
-        """See Steering."""
-        return []
 
 
 class ByTurns(Delegate):

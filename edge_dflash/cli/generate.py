@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, cast, get_type_hints
 
@@ -28,7 +27,7 @@ from edge_dflash.cli.plans import (
     summary,
     timed,
 )
-from edge_dflash.cli.usage import opt, switch
+from edge_dflash.cli.usage import opt, switch, take_flags
 from edge_dflash.common.files import LARGE, is_file, read_bytes
 from edge_dflash.decode.grammar.schema import schema_text
 from edge_dflash.decode.options import DECLARED, Declaration, Options, PlanOptions
@@ -132,17 +131,14 @@ def _answer(
     return plan, joules
 
 
-def _flag(name: str, place: Declaration) -> Parameter:
+def _flag(name: str, place: Declaration) -> tuple[str, Any, Any, Any]:
     """The flag of an option, with its type and what holds without it."""
-    info = typer.Option(metavar=place.flag, help=place.doc) if place.flag else typer.Option(f"--{name}", help=place.doc)
     kind = str | None if name == "schema" else get_type_hints(PlanOptions)[name]
     default = Options.__dataclass_fields__[name].default
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+    return name, kind, default, opt(place.flag, place.doc) if place.flag else switch(f"--{name}", place.doc)
 
 
-_own = list(signature(generate, eval_str=True).parameters.values())
-_flags = [_flag(name, place) for name, place in DECLARED.items() if place.flag is not None]
-generate.__signature__ = Signature([*_own[:4], *_flags, *_own[4:-1]])  # type: ignore[attr-defined]
+take_flags(generate, 4, (_flag(name, place) for name, place in DECLARED.items() if place.flag is not None))
 
 
 def _options(flags: dict[str, Any], *, speculative: bool) -> PlanOptions:

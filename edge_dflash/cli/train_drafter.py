@@ -4,49 +4,23 @@ from __future__ import annotations
 
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 
 from edge_dflash.cli.build import find_recipe, given_drafter
 from edge_dflash.cli.output import Columns, Json, emit_json, say, show, stages, tabled
-from edge_dflash.cli.usage import MissingOptionError, opt, switch
+from edge_dflash.cli.usage import MissingOptionError, opt, switch, take_flags
 from edge_dflash.common.tables import encode
 from edge_dflash.errors import RequestError
+from edge_dflash.training.settings import TrainingRun
 
 if TYPE_CHECKING:
     from edge_dflash.training.run import TrainingResult
 
-MOST_SEED = 2**31 - 1
 Target = Annotated[Path | None, opt("DIR", "The target: a Hugging Face checkpoint, or a bundle.")]
 Data = Annotated[list[Path] | None, opt("FILE", "Prompts, one JSON object a line; again for a mixture.")]
 Output = Annotated[Path | None, opt("DIR", "Directory of the trained drafter.")]
-Init = Annotated[
-    Path | None,
-    opt("DIR", "Drafter to begin with; a directory with a config.json alone: its sizes; none: published sizes."),
-]
-Steps = Annotated[int, opt("N", "Steps of the optimizer; give this or --minutes.", min=0, show_default=False)]
-Minutes = Annotated[
-    float, opt("M", "Minutes of the training stage alone, instead of --steps.", min=0.0, show_default=False)
-]
-Recipe = Annotated[Path | None, opt("NAME|FILE", "Recipe of the bundles that are trained with and evaluated.")]
-Arch = Annotated[str | None, opt("NAME", "What they run on, as build --arch; default: this machine's GPU, or cpu.")]
-MaxContext = Annotated[int | None, opt("N", "Most tokens of a prompt and its answer.")]
-Mask = Annotated[int | None, opt("ID", "Id that stands for a draft, of a drafter from scratch.", "--mask-token")]
-Sampled = Annotated[int, opt("N", "Answers drawn for each prompt, besides the greedy one.", min=0)]
-NewTokens = Annotated[int, opt("N", "Most tokens of an answer.", min=1)]
-Prompts = Annotated[int | None, opt("N", "Prompts of each file, at most.", min=2)]
-Heldout = Annotated[int | None, opt("N", "Prompts of each file held out; default: a tenth, 200 at most.", min=1)]
-Evaluated = Annotated[int, opt("N", "Held-out prompts that are decoded before and after.", min=1)]
-Sequences = Annotated[int, opt("N", "Answers of a pass.", min=1)]
-Anchors = Annotated[int, opt("N", "Blocks of each answer of a pass.", min=1)]
-Accumulate = Annotated[int, opt("N", "Passes of a step.", min=1)]
-Rate = Annotated[float | None, opt("X", "Peak learning rate; default: 3e-4, from scratch 1e-3.")]
-Patience = Annotated[
-    int, opt("N", "Checks without a better accept length that end it, from its half on; 0: none do.", min=0)
-]
-Disk = Annotated[float, opt("GB", "Most that the target's taps may take of the disk.", min=0.0)]
-Seed = Annotated[int, opt("N", "Of the start, the order and the anchors.", min=0, max=MOST_SEED)]
 DryRun = Annotated[bool, switch("--dry-run", "Print the memory, disk and hours that it takes at most, and end.")]
 
 
@@ -55,27 +29,9 @@ def train_drafter(
     data: Data = None,
     output: Output = None,
     *,
-    drafter: Init = None,
-    steps: Steps = 0,
-    minutes: Minutes = 0.0,
-    recipe: Recipe = None,
-    arch: Arch = None,
-    max_context: MaxContext = None,
-    mask_token: Mask = None,
-    sampled: Sampled = 1,
-    new_tokens: NewTokens = 512,
-    prompts: Prompts = None,
-    heldout: Heldout = None,
-    evaluated: Evaluated = 32,
-    sequences: Sequences = 8,
-    anchors: Anchors = 16,
-    accumulate: Accumulate = 1,
-    rate: Rate = None,
-    patience: Patience = 4,
-    disk: Disk = 50.0,
-    seed: Seed = 0,
     dry_run: DryRun = False,
     json: Json = False,
+    **flags: Any,
 ) -> None:
     """Train a drafter on your own prompts: the target answers them itself, and the drafter learns to foresee it.
 
@@ -95,20 +51,29 @@ def train_drafter(
     With --dry-run: parameters, memory (bytes by purpose), device (its bytes), disk, files, answers_hours, taps_hours,
     training_hours, evaluation_hours, hours.
     """
-    given: dict[str, Any] = dict(locals())
-    as_json, dry = given.pop("json"), given.pop("dry_run")
-    _check(given, steps, minutes, rate)
-    given |= {"data": tuple(given["data"]), "drafter": given_drafter(drafter)}
-    given["recipe"] = find_recipe(recipe) if recipe is not None else None
+    given = {"target": target, "data": tuple(data or ()), "output": output, **flags}
+    _check(given)
+    given["drafter"] = given_drafter(given["drafter"])
+    given["recipe"] = find_recipe(given["recipe"]) if given["recipe"] is not None else None
     try:
-        _train(given, dry=dry, json=as_json)
+        _train(given, dry=dry_run, json=json)
     except KeyboardInterrupt:
         if not (work := Path(given["output"]) / "work").is_dir():
             raise
         raise RequestError(f"interrupted; what is finished is kept in {work}, resume with the same command") from None
 
 
-def _check(given: dict[str, Any], steps: int, minutes: float, rate: float | None) -> None:
+_fields = get_type_hints(TrainingRun, include_extras=True).items()
+_flags = [
+    (name, kind.__origin__, getattr(TrainingRun, name), opt(**kind.__metadata__[0]))
+    for name, kind in _fields
+    if get_origin(kind) is Annotated
+]
+take_flags(train_drafter, 3, _flags)
+
+
+def _check(given: dict[str, Any]) -> None:
+    steps, minutes, rate = given["steps"], given["minutes"], given["rate"]
     if missing := [name for name in ("target", "data", "output") if not given[name]]:
         raise MissingOptionError(missing[0])
     if not isfinite(minutes):
@@ -123,7 +88,6 @@ def _train(given: dict[str, Any], *, dry: bool, json: bool) -> None:
     """Train, or tell what it will take, and print what came of it."""
     with stages():  # torch takes seconds to import
         from edge_dflash.training import run
-        from edge_dflash.training.workdir import TrainingRun
     with stages() as report:
         if dry:
             told = run.dry_run(TrainingRun(**given), report, say)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -16,6 +18,19 @@ def opt(metavar: str, text: str, *names: str, **bounds: Any) -> Any:
 def switch(name: str, text: str) -> Any:
     """An option without a value."""
     return typer.Option(name, help=text)
+
+
+def take_flags(command: Callable[..., None], place: int, flags: Iterable[tuple[str, Any, Any, Any]]) -> None:
+    """Show flags (name, type, default, option), which a command takes by its last parameter, at a place of its help."""
+    own = list(signature(command, eval_str=True).parameters.values())
+    own[place:] = [
+        *(
+            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+            for name, kind, default, option in flags
+        ),
+        *own[place:-1],
+    ]
+    command.__signature__ = Signature(own)  # type: ignore[attr-defined]
 
 
 class Command(TyperCommand):

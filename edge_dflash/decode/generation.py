@@ -37,23 +37,13 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
 
 
 @dataclass(frozen=True)
-class Timings:
-    """Wall-clock seconds of one generation."""
-
-    prefill_seconds: float  # prompt to first token
-    propose_seconds: float
-    verify_seconds: float
-    total_seconds: float
-
-
-@dataclass(frozen=True)
 class Generation:
     """A finished generation. ``accept_lengths`` holds the tokens committed by each verify, bonus token included."""
 
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     accept_lengths: tuple[int, ...]
-    timings: Timings
+    prefill_seconds: float  # prompt to first token
     relaxed: int = 0  # tokens that stand only because acceptance was relaxed: not 0 means that the output is lossy
     drafting: Drafting = NO_DRAFTING
 
@@ -106,15 +96,12 @@ def collect(steps: Sequence[Step]) -> Generation:
     if reason is None:
         raise ValueError("the stream was not finished: its last step has no finish reason")
     first, *cycles = [step for step in steps if not step.chunk]
-    propose = sum(step.propose_seconds for step in cycles)
-    verify = sum(step.verify_seconds for step in cycles)
-    prefill = first.verify_seconds
     verified = [step for step in cycles if step.tokens]
     return Generation(
         tokens=tuple(token for step in steps for token in step.tokens),
         finish_reason=reason,
         accept_lengths=tuple(len(step.tokens) for step in verified),
-        timings=Timings(prefill, propose, verify, prefill + propose + verify),
+        prefill_seconds=first.verify_seconds,
         relaxed=sum(step.relaxed for step in steps),
         drafting=Drafting(tuple(step.drafts for step in verified), tuple(step.accepted for step in verified)),
     )

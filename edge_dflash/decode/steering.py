@@ -117,18 +117,34 @@ class Steered:
             self._thinking.commit(tokens)
 
 
-class Told:
-    """Tells a cycle the tokens that follow (:class:`~edge_dflash.decode.backend.Steering`): each row has one choice."""
+class GivenDrafts:
+    """Steers a cycle to given drafts (:class:`~edge_dflash.decode.backend.Steering`), and nothing else."""
 
     tolerant = False
 
-    def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
-        """``tokens``: after the anchor; the cycle verifies all but the last of them as ``Asked.known``."""
-        self._tokens, self._words = tokens, (vocab_size + 31) // 32
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._drafts = tokens
 
     def drafts(self, rows: Rows, position: int) -> list[int]:
-        """Those that are known: no drafter is asked."""
-        return list(self._tokens[:-1])
+        """See Steering."""
+        return list(self._drafts)
+
+    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
+        """See Steering."""
+        return [None] * (len(drafts) + 1)
+
+    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
+        """See Steering."""
+        return []
+
+
+class Told(GivenDrafts):
+    """Tells a cycle the tokens that follow: each row has one choice."""
+
+    def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
+        """``tokens``: after the anchor; the cycle verifies all but the last of them as ``Asked.known``."""
+        super().__init__(tokens[:-1])
+        self._tokens, self._words = tokens, (vocab_size + 31) // 32
 
     def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
         """One token for each row."""
@@ -136,10 +152,6 @@ class Told:
         for mask, token in zip(masks, self._tokens, strict=True):
             mask[token // 32] = 1 << token % 32
         return list(masks)
-
-    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
-        """All drafts are the choices."""
-        return []
 
 
 INNER = -1

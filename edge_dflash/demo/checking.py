@@ -9,7 +9,6 @@ The action schema of plans is fixed: JSON Schema, and a validator for the part o
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
 from typing import Any
 
 from edge_dflash.demo.world import COOLING_SECONDS, DOCK, LOW_BATTERY, Goal, Rule, Scene, Thing, door_name, subjects
@@ -39,13 +38,8 @@ def step(action: str, *arguments: str | int) -> Step:
     return {"action": action, **dict(zip(ACTIONS[action], arguments, strict=True))}
 
 
-def plan_schema(names: Mapping[tuple[str, str], Collection[str]] | None = None) -> dict[str, Any]:
-    """JSON Schema of a plan: goal, steps of the fixed actions, notes; nothing else is allowed.
-
-    ``names`` gives the names that an argument may have, by (action, argument): an action without any for one of its
-    arguments is left out.
-    """
-    actions = ACTIONS if names is None else _bound(names)
+def plan_schema() -> dict[str, Any]:
+    """JSON Schema of a plan: goal, steps of the fixed actions, notes; nothing else is allowed."""
     steps = [
         {
             "type": "object",
@@ -53,7 +47,7 @@ def plan_schema(names: Mapping[tuple[str, str], Collection[str]] | None = None) 
             "required": ["action", *arguments],
             "additionalProperties": False,
         }
-        for name, arguments in actions.items()
+        for name, arguments in ACTIONS.items()
     ]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -66,18 +60,6 @@ def plan_schema(names: Mapping[tuple[str, str], Collection[str]] | None = None) 
         },
         "required": ["goal", "steps", "notes"],
         "additionalProperties": False,
-    }
-
-
-def _bound(names: Mapping[tuple[str, str], Collection[str]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """The actions with their arguments bound to names."""
-    return {
-        action: {
-            key: {"enum": sorted(names[action, key])} if (action, key) in names else schema
-            for key, schema in arguments.items()
-        }
-        for action, arguments in ACTIONS.items()
-        if all(names.get((action, key), "any") for key in arguments)
     }
 
 
@@ -131,12 +113,7 @@ def validity_problems(scene: Scene, text: str) -> list[str]:
     return found or [p for i, s in enumerate(plan["steps"]) for p in _unknown_names(scene, s, f"step {i}")]
 
 
-def scene_schema(scene: Scene) -> dict[str, Any]:
-    """JSON Schema of the plans that are valid in ``scene``: the plan schema with the scene's own names."""
-    return plan_schema(_known_names(scene))
-
-
-def _known_names(scene: Scene) -> dict[tuple[str, str], set[str]]:
+def known_names(scene: Scene) -> dict[tuple[str, str], set[str]]:
     """The names that may stand in each argument, by (action, argument)."""
     things = {t.name for t in scene.things}
     places = {p.name for p in scene.places}
@@ -160,7 +137,7 @@ def _known_names(scene: Scene) -> dict[tuple[str, str], set[str]]:
 
 
 def _unknown_names(scene: Scene, step: Step, where: str) -> list[str]:
-    known = _known_names(scene)
+    known = known_names(scene)
     return [
         f"{where}: {key} {value!r} of {step['action']} is not in the scene"
         for key, value in step.items()

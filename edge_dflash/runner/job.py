@@ -166,7 +166,7 @@ class Job:
         first, options, shared = self._first_token, self.request.options, self._shared if self._first_token else None
         timings = PlanTimings(
             queue_seconds=self._started - request.began,
-            prefill_seconds=made.timings.prefill_seconds + (self._shared_seconds if shared else 0.0),
+            prefill_seconds=made.prefill_seconds + (self._shared_seconds if shared else 0.0),
             first_token_seconds=first - request.began if first else 0.0,
             decode_seconds=now - first if first else 0.0,
             total_seconds=now - request.began,

@@ -25,7 +25,7 @@ from edge_dflash.planner import Planner
 from edge_dflash.runner.recording import mend
 from edge_dflash.text.prompt import Prompter
 from edge_dflash.training.data import TrainingData, TrainingTask
-from edge_dflash.training.workdir import TrainingRun
+from edge_dflash.training.settings import TrainingRun
 
 Way = Literal["greedy", "sampled", "given"]
 STAGE = "answers"

@@ -22,7 +22,8 @@ from edge_dflash.planner import Planner
 from edge_dflash.result import Plan
 from edge_dflash.training.answers import TargetAnswer, open_prompter, prompt_ids
 from edge_dflash.training.data import TrainingData, TrainingTask
-from edge_dflash.training.workdir import TrainingRun, TrainingState
+from edge_dflash.training.settings import TrainingRun
+from edge_dflash.training.workdir import TrainingState
 from edge_dflash.version import __version__
 
 STAGE = "evaluation"

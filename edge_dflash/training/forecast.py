@@ -27,8 +27,8 @@ from edge_dflash.training.answers import open_prompter, prompt_ids
 from edge_dflash.training.data import TrainingData, spread
 from edge_dflash.training.drafter import drafter_spec, drafter_weights
 from edge_dflash.training.evaluate import ways
+from edge_dflash.training.settings import TrainingRun
 from edge_dflash.training.taps import shard_bytes, tap_rows
-from edge_dflash.training.workdir import TrainingRun
 
 FLOAT, BF16 = 4, 2  # bytes
 ROWS_MLP = 4  # tensors kept of a layer's MLP for each row of a block

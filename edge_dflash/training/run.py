@@ -32,10 +32,11 @@ from edge_dflash.training.answers import TargetAnswer, make_answers, read_answer
 from edge_dflash.training.data import TrainingData, TrainingTask, read_mixture, read_tasks, spread
 from edge_dflash.training.drafter import TARGET, BlockDrafter
 from edge_dflash.training.evaluate import Measure, card_of, evaluate, shaped, warnings
+from edge_dflash.training.settings import TrainingRun
 from edge_dflash.training.start import make_start, read_weights, same_files, save_weights
 from edge_dflash.training.taps import Sample, Shards, shard_bytes, write_taps
 from edge_dflash.training.trainer import Trainer, kept_weights
-from edge_dflash.training.workdir import TrainingDir, TrainingRun, TrainingState, read_object, target_spec, write_object
+from edge_dflash.training.workdir import TrainingDir, TrainingState, read_object, target_spec, write_object
 from edge_dflash.weights.quantize import dequantize
 
 Say = Callable[[str], None]

@@ -36,7 +36,8 @@ from edge_dflash.model.program import Program
 from edge_dflash.model.specs import DrafterSpec, PairSpec
 from edge_dflash.training.drafter import drafter_spec
 from edge_dflash.training.losses import Batch
-from edge_dflash.training.workdir import TrainingRun, read_object, write_object
+from edge_dflash.training.settings import TrainingRun
+from edge_dflash.training.workdir import read_object, write_object
 from edge_dflash.weights.safetensors import TensorFiles
 
 Bits = npt.NDArray[np.uint16]

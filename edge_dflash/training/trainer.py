@@ -29,8 +29,9 @@ from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.training.drafter import BlockDrafter
 from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.losses import block_loss, drafts
+from edge_dflash.training.settings import TrainingRun
 from edge_dflash.training.taps import BatchReader, Shards, damaged_file, seal, writing
-from edge_dflash.training.workdir import CHECKPOINT, TrainingRun, TrainingState
+from edge_dflash.training.workdir import CHECKPOINT, TrainingState
 
 MOST = 64  # answers that are walked
 

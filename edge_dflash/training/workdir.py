@@ -1,4 +1,4 @@
-"""What decides a training, how far it is, and where it keeps what is done: the same command goes on after a kill."""
+"""How far a training is, and where it keeps what is done: the same command goes on after a kill."""
 
 from __future__ import annotations
 
@@ -22,60 +22,10 @@ from edge_dflash.errors import RequestError
 from edge_dflash.model.registry import read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import TargetSpec
 from edge_dflash.training.data import read_tasks
+from edge_dflash.training.settings import OF_ANSWERS, OF_BUNDLE, OF_STEPS, TrainingRun
 
 RUN, DONE = "run.json", "done.json"
 CHECKPOINT = "checkpoint-"  # and the number of the step, of folders in the folder of the training
-RATE, SCRATCH_RATE = 3e-4, 1e-3  # peak learning rates
-_OF_BUNDLE = ("target", "drafter", "arch", "recipe", "max_context", "mask_token", "seed")  # what the first bundle is of
-_OF_ANSWERS = ("data", "sampled", "temperature", "new_tokens", "prompts", "heldout", "evaluated", "plain")
-_OF_STEPS = ("steps", "minutes", "sequences", "anchors", "accumulate", "rate", "patience")  # what no answer depends on
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """Everything that decides the training of a drafter; None: what suits the pair or the machine."""
-
-    target: Path  # a checkpoint, or a bundle of it
-    data: tuple[Path, ...]  # files of prompts; several: a mixture
-    output: Path
-    drafter: Path | None = None  # to begin with; a directory with a config.json alone: its sizes
-    steps: int = 0
-    minutes: float = 0.0  # one of the two; of the training stage
-    arch: str | None = None  # of the bundles; None: this machine's GPU, or cpu
-    recipe: Path | None = None  # of a checkpoint
-    max_context: int | None = None
-    mask_token: int | None = None  # of a drafter from scratch
-    sampled: int = 1  # answers drawn for each prompt, besides the greedy one
-    temperature: float = 0.7
-    new_tokens: int = 512  # of an answer
-    prompts: int | None = None  # of each file, at most
-    heldout: int | None = None  # of each file
-    evaluated: int = 32  # held-out tasks that are decoded before and after
-    plain: int = 8  # of these, also decoded plainly, and compared
-    sequences: int = 8  # of a pass
-    anchors: int = 16  # blocks of each
-    accumulate: int = 1  # passes of a step
-    rate: float | None = None  # peak learning rate; None: 3e-4, from scratch 1e-3
-    patience: int = 4  # checks of the rounded part without a better one that end it; 0: it runs to its end
-    disk: float = 50.0  # GB of taps, at most
-    seed: int = 0
-    rounded: float = 0.5  # part of the steps, at the end: with weights and keys rounded as in a bundle
-    checks: int = 10  # of the held-out split
-    pause: float = 15.0  # seconds between checkpoints, at least
-
-    @property
-    def begins(self) -> bool:
-        """Whether the training begins with a drafter that somebody trained."""
-        return self.drafter is not None and any(self.drafter.glob("*.safetensors"))
-
-    @property
-    def peak(self) -> float:
-        """Peak learning rate."""
-        return self.rate if self.rate is not None else RATE if self.begins else SCRATCH_RATE
-
-    def to_json(self) -> dict[str, Any]:
-        """For run.json: what may not change while what came of it is kept."""
-        return {name: _plain(getattr(self, name)) for name in (*_OF_BUNDLE, *_OF_ANSWERS, *_OF_STEPS)}
 
 
 @dataclass
@@ -202,15 +152,15 @@ class TrainingDir:
         body, found = run.to_json(), read_object(self.root / RUN)
         if not (is_there(self.before / MANIFEST) or self.answers(0).exists() or self.done):
             # nothing is made yet that another training could not make
-            if any(found.get(name) != body[name] for name in _OF_BUNDLE):
+            if any(found.get(name) != body[name] for name in OF_BUNDLE):
                 shutil.rmtree(self.start, ignore_errors=True)
             found = {}
-        fixed: tuple[str, ...] = _OF_BUNDLE
+        fixed: tuple[str, ...] = OF_BUNDLE
         if not (dry or found.get("dry")):
-            fixed += _OF_ANSWERS + (_OF_STEPS if self.done or self.has_steps else ())
+            fixed += OF_ANSWERS + (OF_STEPS if self.done or self.has_steps else ())
         if other := [name for name in fixed if found and found.get(name) != body[name]]:
             gone, name = self.gone, other[0]
-            if name in _OF_STEPS:
+            if name in OF_STEPS:
                 gone = f"remove {self.root / DONE if self.done else self.training} to train again with its answers"
             raise RequestError(
                 f"{self.root} is of a training with --{name.replace('_', '-')} {_said(found.get(name))}, now it is "
@@ -250,9 +200,3 @@ def target_spec(run: TrainingRun) -> TargetSpec:
 
 def _said(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(one) for one in value]
-    return str(value.resolve()) if isinstance(value, Path) else value

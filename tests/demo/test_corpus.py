@@ -3,9 +3,10 @@ import json
 import pytest
 
 from calib.demo.corpus import make_task, task_json, task_key, tasks
+from calib.demo.measure_planner import scene_schema
 from calib.demo.planning import derive
 from calib.demo.scenes import scene_json
-from edge_dflash.demo.checking import goal_problems, plan_schema, scene_schema, schema_problems, step
+from edge_dflash.demo.checking import goal_problems, plan_schema, schema_problems, step
 from edge_dflash.demo.tasks import check_plan, check_success, task_from_json
 from edge_dflash.demo.world import DOCK, Goal, Place, Room, Scene, Thing
 

@@ -19,10 +19,10 @@ import torch
 from edge_dflash.model.registry import read_pair
 from edge_dflash.training.drafter import TARGET, BlockDrafter
 from edge_dflash.training.forecast import drafter_parameters, training_bytes
+from edge_dflash.training.settings import TrainingRun
 from edge_dflash.training.start import random_weights
 from edge_dflash.training.taps import Sample, Shards, write_shard
 from edge_dflash.training.trainer import PROBED, Trainer
-from edge_dflash.training.workdir import TrainingRun
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TOKENS, SAMPLES = 1024, 12

@@ -10,13 +10,13 @@ from golden_pairs import ENGINE, backend, golden, same_bits
 from pictures_support import mixed, picture
 from session_support import state_of
 
-from edge_dflash.checks.lossless import GivenDrafts
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.delegate import Delegate
 from edge_dflash.decode.generation import decode
 from edge_dflash.decode.loop import decode_steps, resume
 from edge_dflash.decode.options import Options, admit
 from edge_dflash.decode.session import SessionManager
+from edge_dflash.decode.steering import GivenDrafts
 from edge_dflash.decode.store import PrefixStore
 from edge_dflash.pictures.pictured import Pictured
 

@@ -8,8 +8,8 @@ from golden_pairs import backend, pair, store
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.model import pair_programs
 from edge_dflash.training.drafter import TARGET, BlockDrafter, drafter_weights
+from edge_dflash.training.settings import TrainingRun
 from edge_dflash.training.taps import Sample, Shards, write_taps
-from edge_dflash.training.workdir import TrainingRun
 from edge_dflash.weights.quantize import dequantize
 
 SCHEMA = {

@@ -20,7 +20,7 @@ from edge_dflash.text.prompt import Prompter
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.training.answers import make_answers, prompt_ids, read_answers
 from edge_dflash.training.data import read_mixture, read_tasks
-from edge_dflash.training.workdir import TrainingRun
+from edge_dflash.training.settings import TrainingRun
 
 CHILD = """
 import sys

@@ -10,7 +10,8 @@ from cli_support import PAIR
 from edge_dflash.builder.card import CardCheck, CardLengths
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.training.evaluate import Measure, card_of, warnings
-from edge_dflash.training.workdir import TrainingRun, TrainingState
+from edge_dflash.training.settings import TrainingRun
+from edge_dflash.training.workdir import TrainingState
 
 CHECKS = (CardCheck((1, 2), (3, 4)),)
 

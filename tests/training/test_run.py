@@ -18,8 +18,9 @@ from edge_dflash.errors import BackendError, BuildError, BundleError, Checkpoint
 from edge_dflash.model.registry import read_drafter_spec
 from edge_dflash.training import run as stages
 from edge_dflash.training.run import Training, train_drafter
+from edge_dflash.training.settings import TrainingRun
 from edge_dflash.training.start import same_files
-from edge_dflash.training.workdir import TrainingDir, TrainingRun
+from edge_dflash.training.workdir import TrainingDir
 
 STAGES = ("answers", "taps", "training", "evaluation, before", "evaluation, after")
 
