@@ -20,6 +20,7 @@ from math import prod
 import torch
 
 from edge_dflash.backends import SMALL_MODEL
+from edge_dflash.backends.reference.dense import arithmetic
 from edge_dflash.board.profiles import largest_board
 from edge_dflash.builder.budget import MEASUREMENTS, Curve, FormatMix, Option, Point, Widening, steps
 from edge_dflash.builder.convert import Choose, convert, one_thread
@@ -144,12 +145,14 @@ class Mixing:
         rows, kept = next(iter(self._alone.values())).rows, len(self._units) - len(self._free)
         return (
             f"measuring {len(self._units)} units in two formats on {rows} tokens, mixes on {self._whole[ALL].rows}: "
-            f"about {minutes:.0f} min at most" + (f"; {kept} units stay quantized as they are" if kept else "")
+            f"about {minutes:.0f} min at most"
+            + (f"; {kept} units stay quantized as they are" if kept else "")
+            + ("; errors are compensated in the bundle alone" if self._decided.recipe.rounding == "compensated" else "")
         )
 
     def _measured(self, work: WorkDir, formats: Formats, variants: Mapping[str, Variant]) -> dict[str, float]:
         """Mean KLD of each variant that differs from the source; measured once, also by a build that was killed."""
-        what = self._decided.fingerprint, sorted(formats.items()), sorted(variants)
+        what = self._decided.fingerprint, sorted(formats.items()), sorted(variants), self._device, arithmetic()
         key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
         def measured() -> Iterator[bytes]:
@@ -198,7 +201,7 @@ class Mixing:
         found = {0: curve.kld}
         if config.bytes_budget is not None:
             taken = curve.within(config.bytes_budget)
-            kld = measured(taken)
+            kld = measured(taken) if taken else curve.kld
         elif config.quality_target is not None:
             found = curve.reach(config.quality_target, lambda count: measured(curve.steps[:count]))
             count = min(count for count, kld in found.items() if kld <= config.quality_target)

@@ -24,10 +24,10 @@ from edge_dflash.weights.recipe import ROUNDINGS, Rounding
 
 def read_size(text: str) -> int:
     """Bytes of a text such as 15500000000 or 15.5GB. Raises RequestError."""
-    found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?) ?(|k|M|G)B?", text, re.ASCII)
+    found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?) ?(|k|M|G)B?", text, re.ASCII | re.IGNORECASE)
     if found is None:
         raise RequestError(f"--bytes-budget is {text[:40]!r}; give bytes, or a number with kB, MB or GB such as 15.5GB")
-    return int(float(found[1]) * 1000 ** ("", "k", "M", "G").index(found[2]))
+    return int(float(found[1]) * 1000 ** ("", "k", "m", "g").index(found[2].lower()))
 
 
 Target = Annotated[Path | None, opt("DIR", "Directory of the target's Hugging Face checkpoint.")]
@@ -111,7 +111,8 @@ def build(
     recipe, bytes of a cycle, kld, tokens, units with their formats, curve; null: there was none), warnings.
     """
     if finish is not None:
-        if any(one is not None for one in (target, drafter, output, quality_target, bytes_budget, prompts)):
+        others = (target, drafter, output, rounding, quality or None, quality_target, bytes_budget, prompts)
+        if any(one is not None for one in others):
             raise RequestError("--finish BUNDLE goes alone: a bundle has its own models, recipe and sizes")
         with stages() as report:
             return _report(finish_bundle(finish, report), json)

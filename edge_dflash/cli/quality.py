@@ -21,11 +21,11 @@ _COLUMNS: Columns = {
     "KLD mean": (lambda row: row[1].kld.mean, ".5f"),
     "p50": (lambda row: row[1].kld.p50, ".5f"),
     "p99": (lambda row: row[1].kld.p99, ".4f"),
-    "p99.9": (lambda row: row[1].kld.p999, ".4f"),
+    "p99.9": (lambda row: row[1].kld.p999 if row[1].tokens >= 1000 else None, ".4f"),
     "max": (lambda row: row[1].kld.max, ".3f"),
     "top-1": (lambda row: 100 * row[1].top1, ".2f"),
     "top-5": (lambda row: 100 * row[1].top5, ".2f"),
-    "perplexity": (lambda row: row[1].perplexity.bundle, ".4f"),
+    "perplexity": (lambda row: row[1].perplexity.bundle / row[1].perplexity.source, ".4f"),
     "tokens": (lambda row: row[1].tokens, ",d"),
 }
 _BAR, _LINE = 420, 20  # points of the longest bar, and of a line
@@ -75,8 +75,8 @@ def quality_table(quality: Quality, *, short: bool = False) -> Table:
     table, notes = tabled(title, rows, _COLUMNS, sections=sections), quality.protocol
     table.caption_justify, table.caption = (
         "left",
-        f"perplexity of the source: {quality.perplexity.source:.4f}; prompts: {notes.prompts}; answers: "
-        f"{notes.answers}; {notes.layers}, on {notes.unit_tokens} tokens",
+        f"perplexity is a multiple of the source's, which is {quality.perplexity.source:.4f} on all; prompts: "
+        f"{notes.prompts}; answers: {notes.answers}; {notes.layers}, on {notes.unit_tokens} tokens",
     )
     return table
 

@@ -22,7 +22,7 @@ from edge_dflash.common.files import LARGE, directory, locked, open_regular, rea
 from edge_dflash.common.progress import Progress, Stage
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.replay import forced, replay
-from edge_dflash.errors import CheckpointError, RequestError, short
+from edge_dflash.errors import CheckpointError, RequestError, VerificationError, short
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.quality import texts as given
@@ -133,7 +133,7 @@ def measure(
     """Measure a bundle; ``backend``: it loaded, if it runs here, which then answers, and whose logits are compared.
 
     What is done is kept in ``folder`` until the end, so that a killed run goes on. Raises RequestError for prompts that
-    are none of this model, CheckpointError for a source or a bundle with NaN.
+    are none of this model, CheckpointError for a source or a bundle with NaN, VerificationError for a backend with NaN.
     """
     pair, kv = bundle.pair, bundle.manifest.precision.kv
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -161,7 +161,7 @@ def measure(
         version=__version__,
         source=source.digest,
         texts=given.fingerprint(texts),
-        prompts=prompts.origin,
+        prompts=f"{prompts.origin}, {len(texts)} of {len(prompts.tasks)}, {len(ids[-1])} tokens of the last",
         answers=f"{whose}: {answered} of {len(texts)}" if answered else "none: no backend of the bundle runs here",
         sequences=len(texts),
         unit_tokens=min(one.rows for one in variants.values()),
@@ -263,6 +263,8 @@ def _of_backend(bundle: Bundle, backend: Backend, run: Run, texts: Sequence[Text
         if begin < stop:
             passes = forced(backend, text.ids[:begin], text.ids[begin:stop])
             logits += [passed.rows.logits().copy() for passed in passes]
+            if not all(np.isfinite(some.sum()) for some in logits[-(stop - begin) :]):
+                raise VerificationError(f"logits of {bundle.manifest.backend} are not finite; build the bundle again")
             rows += range(first + begin - 1, first + stop - 1)
             left -= stop - begin
         first += len(text.ids)

@@ -16,7 +16,7 @@ from itertools import islice
 
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
-from edge_dflash.text.prompt import Prompter, Task
+from edge_dflash.text.prompt import Prompter, Task, as_messages
 from edge_dflash.text.tokenizer import Tokenizer
 
 KEYS = ("ids", "messages", "text")
@@ -68,10 +68,9 @@ def _task(line: str, where: str, most: int | None) -> Task:
     if len(given) != 1:
         raise RequestError(f"{where} needs exactly one of the keys {', '.join(KEYS)}")
     task: Task = value[given[0]]
-    if not isinstance(task, str if given[0] == "text" else list):
-        raise RequestError(
-            f"{where}: {given[0]} is of the wrong type; give a string as text, a list as messages or ids"
-        )
+    if not task or not isinstance(task, str if given[0] == "text" else list):
+        what = "of the wrong type" if task else "empty"
+        raise RequestError(f"{where}: {given[0]} is {what}; give a string as text, a list as messages or ids")
     return task
 
 
@@ -87,10 +86,7 @@ def make_texts(
     for task in tasks:
         if left < 2:
             break
-        given: tuple[int, ...] | None = None
-        if tokenizer is not None and (said := _said(task)) is not None:
-            end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-            task, given = task[:-1], (*tokenizer.encode_text(said), *end)
+        task, given = (task, None) if tokenizer is None else _answered(task, tokenizer)
         prompt = prompter.prompt(task, Options()).ids
         if not prompt or not 0 <= min(prompt) <= max(prompt) < vocabulary:
             raise RequestError(f"a prompt has no ids, or one outside 0 to {vocabulary - 1}; give ids of this model")
@@ -106,14 +102,27 @@ def make_texts(
     return texts
 
 
-def _said(task: Task) -> str | None:
-    """The answer that a task ends with; one with parsed tool calls, which the template spells, is of the prompt."""
+def _answered(task: Task, tokenizer: Tokenizer) -> tuple[Task, tuple[int, ...] | None]:
+    """A task up to the answer that it ends with, and the answer's ids; None: it ends with none.
+
+    Parsed tool calls are spelled by the template; where it writes no answer behind the prompt, all is prompt.
+    """
     last = task[-1] if not isinstance(task, str) and len(task) > 1 else None
-    if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-        return None
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        return task, None
+    end = tokenizer.eos_token_id
     if last.get("tool_calls"):
-        return None
-    return str(last["content"])
+        parts = ((as_messages(task[:-1]), True), (as_messages(task), False))
+        prompt, whole = (
+            tokenizer.encode_chat(one or (), add_generation_prompt=asks, enable_thinking=False) for one, asks in parts
+        )
+        answer = whole[len(prompt) :]
+        if whole[: len(prompt)] != prompt or end not in answer:
+            return task, None
+        return task[:-1], answer[: len(answer) - answer[::-1].index(end)]
+    if not isinstance(last.get("content"), str):
+        return task, None
+    return task[:-1], (*tokenizer.encode_text(last["content"]), *(() if end is None else (end,)))
 
 
 def places(tokenizer: Tokenizer | None, prompt: Sequence[int], answer: Sequence[int]) -> list[str]:

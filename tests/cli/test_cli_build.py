@@ -12,7 +12,14 @@ from edge_dflash.errors import RequestError
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("15500000000", 15_500_000_000), ("15.5GB", 15_500_000_000), ("2 MB", 2_000_000), ("7kB", 7000), ("9B", 9)],
+    [
+        ("15500000000", 15_500_000_000),
+        ("15.5GB", 15_500_000_000),
+        ("2 MB", 2_000_000),
+        ("7KB", 7000),
+        ("9b", 9),
+        ("15.5gb", 15_500_000_000),
+    ],
 )
 def test_sizes(text, size):
     assert read_size(text) == size
@@ -40,8 +47,17 @@ def test_a_budget_that_means_nothing_is_one_line(refused, tmp_path, more, messag
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("more", [("--quality-target", "0"), ("--bytes-budget", "1GB"), ("--prompts", "x")])
-def test_finish_takes_no_budget(refused, tmp_path, more):
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--quality-target", "0"),
+        ("--bytes-budget", "1GB"),
+        ("--prompts", "x"),
+        ("--quality",),
+        ("--rounding", "search"),
+    ],
+)
+def test_finish_takes_no_other_option(refused, tmp_path, more):
     code, line = refused("build", "--finish", tmp_path, *more)
     assert code == 8
     assert "--finish BUNDLE goes alone" in line

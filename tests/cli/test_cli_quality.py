@@ -1,6 +1,7 @@
 """``verify --quality``, ``build --quality`` and what ``inspect`` shows of them."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -53,7 +54,7 @@ def test_verify_measures_keeps_reports_and_draws(cli, bundle, source, tmp_path):
     parts = [quality["weights"], quality["kv"], quality["backend"]["against_reference"]]
     parts += [one for name in ("layers", "parts", "where", "units") for one in quality[name].values()]
     assert all(one.keys() == FORM for one in parts)
-    assert quality["protocol"]["prompts"] == "prompts.jsonl"
+    assert quality["protocol"]["prompts"].startswith("prompts.jsonl, 2 of ")
     assert json.loads(report.read_text())["verify"]["quality"] == quality
     drawn = report.with_suffix(".svg").read_text()
     assert drawn.count("<rect") == len(quality["parts"]) + len(quality["units"])
@@ -75,6 +76,10 @@ def test_people_see_where_it_is_worst(cli, bundle, source, monkeypatch):
     code, out, err = cli("verify", bundle, "--quality", source, *QUICK)
     assert code == 0
     assert all(f" {word} " in out for word in ("all", "weights", "KV cache", "layers.0", "prompt", "reference backend"))
+    cells = [cell.strip() for cell in next(line for line in out.splitlines() if " layers.0 " in line).split("│")]
+    assert cells[5] == "-"  # p99.9 of fewer than 1,000 tokens is their largest
+    assert 0.5 < float(cells[-3]) < 2
+    assert re.search(r"prompts: .+?, \d+ of \d+, \d+ tokens of the last", " ".join(out.split()))
     assert out.splitlines()[-1] == "lossless: yes"
     assert f"warning: the figures are not kept in {bundle}: Read-only file system" in err
 
@@ -108,7 +113,7 @@ def test_a_build_measures_and_repeats_its_bytes(cli, golden, tmp_path):
     assert code == 0, err
     found = last_json(out)["quality"]
     assert found["kld"]["mean"] > 0
-    assert found["protocol"]["prompts"] == "random ids (no tokenizer)"
+    assert found["protocol"]["prompts"] == "random ids (no tokenizer), 2 of 4, 48 tokens of the last"
 
     def killed(*arguments, **options):
         raise KeyboardInterrupt

@@ -4,6 +4,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from edge_dflash.bundle.reader import Bundle, read_manifest
 from edge_dflash.common.files import locked
 from edge_dflash.common.progress import unheard
 from edge_dflash.demo.tasks import TARGET, assemble
-from edge_dflash.errors import BundleError, CheckpointError, RequestError
+from edge_dflash.errors import BundleError, CheckpointError, RequestError, VerificationError
 from edge_dflash.model import pair_programs
 from edge_dflash.quality import bundle as module
 from edge_dflash.quality import compare
@@ -95,6 +96,13 @@ def test_a_backends_logits_are_those_of_decoding(bundle, monkeypatch):
     wanted = float(torch.nn.functional.cross_entropy(logits, following).exp())
     assert found.perplexity.source == pytest.approx(wanted, rel=1e-3)
     assert found.backend.kld.mean == pytest.approx(found.kld.mean, rel=0.2)
+
+
+def test_logits_of_a_backend_that_are_not_finite_are_said(bundle, monkeypatch):
+    rows = SimpleNamespace(logits=lambda: np.full((1, 1024), np.nan, np.float32))
+    monkeypatch.setattr(module, "forced", lambda *_: [SimpleNamespace(rows=rows)])
+    with pytest.raises(VerificationError, match="logits of reference are not finite"):
+        measured(bundle, tasks=TASKS[1:], backend=load(bundle))
 
 
 def test_without_a_backend_nothing_is_answered(bundle):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from chat_families import family, reference
 from quality_support import source
 
 from edge_dflash.demo.tasks import TARGET
@@ -63,12 +64,32 @@ def test_every_token_of_an_answer_has_a_place():
     assert text.ids[-1] == tokenizer().eos_token_id
 
 
-def test_parsed_tool_calls_are_not_dropped():
-    call = {"id": "1", "type": "function", "function": {"name": "go", "arguments": "{}"}}
-    said = {"role": "assistant", "content": "On my way.", "tool_calls": [call]}
-    (text,) = make_texts([[{"role": "user", "content": "Go."}, said]], tokenizer(), 1024, 500, None)
-    assert text.ids == tokenizer().encode_chat([{"role": "user", "content": "Go."}, said])
-    assert set(text.places) == {"prompt"}
+CALL = {"id": "1", "type": "function", "function": {"name": "go", "arguments": '{"to": "dock"}'}}
+PARSED = {"name": "go", "arguments": {"to": "dock"}}  # as templates take it
+CALLED = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "On my way.", "tool_calls": [CALL]}]
+
+
+def test_parsed_tool_calls_are_of_the_answer_as_the_template_spells_them():
+    tokenizer = family("qwen3")[1]
+    (text,) = make_texts([CALLED], tokenizer, 1 << 20, 500, None)
+    prompt, answer = text.ids[: text.answer], text.ids[text.answer :]
+    assert prompt == tokenizer.encode_chat(CALLED[:1], enable_thinking=False)
+    assert (
+        text.ids
+        == reference("qwen3", [CALLED[0], CALLED[1] | {"tool_calls": [CALL | {"function": PARSED}]}])[: len(text.ids)]
+    )
+    assert answer[-1] == tokenizer.eos_token_id
+    assert {"prose", "tool_calls"} <= set(text.places[text.answer :])
+
+
+def test_an_answer_that_the_template_does_not_write_behind_the_prompt_is_all_prompt(monkeypatch):
+    tokenizer = family("qwen3")[1]
+    whole = tokenizer.encode_chat(CALLED, enable_thinking=False)
+    monkeypatch.setattr(
+        Tokenizer, "encode_chat", lambda *_, add_generation_prompt=True, **more: (int(add_generation_prompt), 3)
+    )
+    (text,) = make_texts([CALLED], tokenizer, 1 << 20, 500, None)
+    assert (text.ids, set(text.places)) == (whole, {"prompt"})
 
 
 def test_an_answer_is_generated_where_none_is_given():
@@ -112,6 +133,7 @@ def test_texts_end_at_the_budget():
         ('{"messages": [], "text": "x"}', "exactly one of"),
         ('{"prompt": "x"}', "exactly one of"),
         ('{"text": ["x"]}', "wrong type"),
+        ('{"messages": []}', "messages is empty"),
         ("not json", "not JSON"),
         ('{"text": "a\x00b"}', "not JSON"),
         ("[" * 100_000, "not JSON"),
