@@ -108,7 +108,7 @@ def figures(bundle: Path, target: Path, tasks: Sequence[Asked]) -> Figures:
 def measured(
     target: Path, way: str, folder: Path, tasks: Sequence[Asked], plans: int, before: float | None
 ) -> dict[str, Any]:
-    """Build, measure, plan the first tasks. ``before``: mean KLD of the search, of which targets of mixes are shares."""
+    """Build, measure, plan some tasks. ``before``: mean KLD of the search, of which targets of mixes are shares."""
     keys, options = WAYS[way]
     folder.mkdir(parents=True)
     recipe = yaml.safe_load((Path("engines") / "demo-cpu.yaml").read_text()) | keys
