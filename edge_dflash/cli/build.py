@@ -50,7 +50,7 @@ Rounded = Annotated[
 MaxContext = Annotated[int | None, opt("N", "Most tokens of a sequence; default: the recipe's.")]
 Chunk = Annotated[int | None, opt("N", "Most prompt tokens of one pass; default: 0.1 s, and 128 or more on a GPU.")]
 Calibrate = Annotated[bool, typer.Option(help="Measure the scales of FP8 keys and values on calib/.")]
-Lanes = Annotated[int | None, opt("N", "Sequences decoded at once; default: the recipe's, else 1.", min=1, max=8)]
+Lanes = Annotated[int | None, opt("N", "Lanes that it opens with; default: the recipe's, else 1.", min=1, max=8)]
 TextOnly = Annotated[bool, switch("--text-only", "Leave the target's vision tower out: smaller, and no images.")]
 Force = Annotated[bool, switch("--force", "Replace the bundle that is at --output.")]
 Quality = Annotated[bool, switch("--quality", "Measure what quantization costs, against the target's checkpoint.")]
@@ -99,8 +99,7 @@ def build(
     backends at the same work and keeps the faster active. Until then the kernels run it. A bundle that lacks nothing is
     left as it is; one whose plans are of another TensorRT gets new ones.
 
-    A target with a vision tower is built with it; --text-only leaves it out. Without a drafter the bundle decodes
-    plainly. --lanes is what the bundle opens with, where nothing else is said.
+    A target with a vision tower is built with it; --text-only leaves it out. Without a drafter it decodes plainly.
     --quality-target measures what each part of a wide target costs in its format, stores those wider that save most KLD
     a byte, and writes the choice to OUTPUT.recipe.yaml for later builds. --bytes-budget spends bytes in the same order.
     A build that was stopped resumes when the same command is given again; a half-made bundle is never at --output.
