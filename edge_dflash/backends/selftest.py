@@ -42,6 +42,7 @@ from edge_dflash.bundle.selftest import (
     chart,
     load_selftest,
 )
+from edge_dflash.common.tables import finite
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.drafts import Drafting
@@ -233,11 +234,11 @@ class SelfTestResult:
             "floor": self.floor,
             "tokens": self.tokens,
             "tokens_equal": not self.differences,
-            "first_difference": first and {key: _finite(value) for key, value in first.items()},
+            "first_difference": first and {key: finite(value) for key, value in first.items()},
             "drafts": self.drafts,
             "drafts_equal": self.drafts_equal,
-            "moved": _finite(self.moved),
-            "moved_most": _finite(self.moved_most),
+            "moved": finite(self.moved),
+            "moved_most": finite(self.moved_most),
             "bound": self.bound,
             "bound_most": self.bound_most,
             "tower": None if self.tower is None else self.tower.to_json(),
@@ -245,10 +246,6 @@ class SelfTestResult:
             "diagnosis": self.diagnosis,
             "seconds": self.seconds,
         }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # as JSON has numbers
 
 
 def run_selftest(
@@ -363,16 +360,6 @@ class AcceptanceCheck:
     unknown: str = ""  # why nothing is judged
 
     @property
-    def accept_length(self) -> float:
-        """Tokens of a cycle, mean; 0 without one."""
-        return 1.0 + statistics.mean(self.here.accepted) if self.here.accepted else 0.0
-
-    @property
-    def accept_length_at_build(self) -> float:
-        """The same at build."""
-        return 1.0 + statistics.mean(self.at_build.accepted) if self.at_build.accepted else 0.0
-
-    @property
     def below(self) -> tuple[int, ...]:
         """Positions, from 1 on, that many cycles tried and whose share lies clearly below that of the build."""
         found = []
@@ -387,7 +374,7 @@ class AcceptanceCheck:
     @property
     def ok(self) -> bool:
         """Whether accept length and positions pass, or there is nothing to judge."""
-        return bool(self.unknown) or (self.accept_length >= self.floor and not self.below)
+        return bool(self.unknown) or (self.here.accept_length >= self.floor and not self.below)
 
     @property
     def summary(self) -> str:
@@ -396,14 +383,17 @@ class AcceptanceCheck:
             return f"not judged: {self.unknown}"
         places = f"; too few accepted at {', '.join(map(str, self.below))}" if self.below else ""
         return (
-            f"accept length {self.accept_length:.2f} on the self-test's prompt (at build "
-            f"{self.accept_length_at_build:.2f}, at least {self.floor:.2f}){places}"
+            f"accept length {self.here.accept_length:.2f} on the self-test's prompt (at build "
+            f"{self.at_build.accept_length:.2f}, at least {self.floor:.2f}){places}"
         )
 
     def to_json(self) -> dict[str, Any]:
         """One object with stable keys."""
-        same = {name: getattr(self, name) for name in ("ok", "accept_length", "accept_length_at_build", "floor")}
-        return same | {
+        return {
+            "ok": self.ok,
+            "accept_length": self.here.accept_length,
+            "accept_length_at_build": self.at_build.accept_length,
+            "floor": self.floor,
             "unknown": self.unknown or None,
             "acceptance": list(self.here.acceptance),
             "acceptance_at_build": list(self.at_build.acceptance),

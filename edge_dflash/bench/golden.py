@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.common.files import is_there
+from edge_dflash.common.tables import finite
 from edge_dflash.errors import CheckpointError, VerificationError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
@@ -93,9 +94,9 @@ class GoldenComparison:
         """One object with stable keys; a difference of null means different shapes."""
         return {
             "ok": self.ok,
-            "differences": {r.key: _finite(r.difference) for r in self.results},
-            "largest_difference": _finite(self.largest_difference),
-            "logits_difference": _finite(self.logits_difference),
+            "differences": {r.key: finite(r.difference) for r in self.results},
+            "largest_difference": finite(self.largest_difference),
+            "logits_difference": finite(self.logits_difference),
             "tokens_equal": self.tokens_equal,
             "failures": [r.key for r in self.failures],
             "missing": list(self.missing),
@@ -277,10 +278,6 @@ def _first_block(given: Mapping[str, Array]) -> list[int] | None:
 
 def _is_logits(key: str) -> bool:
     return "logits" in key.rsplit(".", 1)[-1]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 ROLES = {"tower_embed": "embedded", "tower_hidden": "hidden", "tower_rows": "rows"}  # keys by a pass's outputs

@@ -28,7 +28,7 @@ from edge_dflash.model.vision import TOWER
 from edge_dflash.weights.formats import FORMATS, SCALAR, TIED, Array, Weight, WeightFormat
 from edge_dflash.weights.layout import Repacked, Words
 from edge_dflash.weights.safetensors import DTYPES, forget_pages
-from edge_dflash.weights.stacks import Stack, pair_experts, pair_stacks, tower_stacks
+from edge_dflash.weights.stacks import Stack, pair_experts, pair_stacks, program_stacks
 
 CHUNK = 8 << 20  # bytes read or written at once
 # Tensors of a stack: one of these by its NVFP4 words ("data" for other formats),
@@ -119,11 +119,9 @@ def bundle_parts(programs: PairPrograms, formats: Mapping[str, WeightFormat], *,
 
 def native_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, Stack]:
     """Stacks that a native bundle stores, by key: all but that of a tied lm_head. Raises BackendError."""
-    stacks = {
-        **pair_stacks(programs, formats),
-        **pair_experts(programs, formats),
-        **tower_stacks(programs, formats),
-    }
+    seeing = program_stacks(programs.see, formats) if programs.see else ()
+    of_pair = {**pair_stacks(programs, formats), **pair_experts(programs, formats)}
+    stacks = of_pair | {stack.key: stack for stack in seeing}
     return {key: stack for key, stack in stacks.items() if all(formats[name] != TIED for name in stack.names)}
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from edge_dflash.bundle.manifest import read_document
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.files import LARGE, read_bytes
-from edge_dflash.common.tables import UNWRITTEN, decode, encode
+from edge_dflash.common.tables import UNWRITTEN, decode, encode, finite
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.drafts import Drafting
 from edge_dflash.decode.replay import Recorded
@@ -137,7 +137,7 @@ class Moved:
 
     def to_json(self) -> dict[str, Any]:
         """One object with stable keys."""
-        return {"ok": self.ok, "moved": self.moved if math.isfinite(self.moved) else None, "bound": self.bound}
+        return {"ok": self.ok, "moved": finite(self.moved), "bound": self.bound}
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,11 @@ def gather(bundle: Path | None = None, *, hashes: bool = False, root: Path = Pat
         bundle = root / INSTALLED
     seen = None if bundle is None else look_at(bundle, profile, hashes=hashes)
     software = tensorrt_versions(root), kernels_digest(), importlib.util.find_spec("torch") is not None
-    return Facts(board, profile, device, error, *software, _disk_free(root), _service(), _nodes(root), seen)
+    folders = [root / name for name in ("opt/edge-dflash/releases", "opt", "") if (root / name).is_dir()]
+    free = shutil.disk_usage(folders[0]).free if folders else None
+    found = sorted(path for pattern in _NODES for path in (root / "dev").glob(pattern))
+    nodes = {f"/{path.relative_to(root)}": os.access(path, os.R_OK | os.W_OK) for path in found}
+    return Facts(board, profile, device, error, *software, free, _service(), nodes, seen)
 
 
 def look_at(path: Path, profile: BoardProfile | None, *, hashes: bool) -> BundleFacts:
@@ -165,18 +169,6 @@ def _service() -> dict[str, str] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return parse_properties(done.stdout)
-
-
-def _disk_free(root: Path) -> int | None:
-    for folder in ("opt/edge-dflash/releases", "opt", ""):
-        if (root / folder).is_dir():
-            return shutil.disk_usage(root / folder).free
-    return None
-
-
-def _nodes(root: Path) -> dict[str, bool]:
-    found = sorted(path for pattern in _NODES for path in (root / "dev").glob(pattern))
-    return {f"/{path.relative_to(root)}": os.access(path, os.R_OK | os.W_OK) for path in found}
 
 
 def healthy(checks: Sequence[Check]) -> bool:

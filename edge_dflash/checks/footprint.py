@@ -158,7 +158,7 @@ class Costs:
 
 def kv_bytes_per_token(states: Iterable[State], kv: KvFormat) -> int:
     """Bytes of keys and values that one committed token adds to the KV states among ``states``."""
-    return KV_BYTES[kv] * sum(state.values_per_token for state in states if isinstance(state, KvState))
+    return KV_BYTES[kv] * sum(2 * one.kv_heads * one.head_dim for one in states if isinstance(one, KvState))
 
 
 def kv_read_bytes(program: Program, context: int, kv: KvFormat) -> int:

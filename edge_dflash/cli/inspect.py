@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,7 +92,7 @@ def inspect(
         manifest = read_manifest(bundle)
         profile = load_board(board) if board else largest_board(find_arch(manifest.arch).sm)
         result = inspect_manifest(manifest, board=profile or load_board(DEFAULT_BOARD), context=context, lanes=lanes)
-        units = bundle_kernels(bundle, manifest)
+        units = tuple(_unit(bundle / name) for name in sorted(fnmatch.filter(manifest.files, _KERNELS)))
         built = {name: getattr(manifest, name) for name in ("backend", "backends", "trial", "arch", "rounding")}
         built |= {"kernels": units, "quality": read_quality(bundle, manifest)}
     elif target is None:
@@ -155,13 +155,8 @@ class UnitUse:
     stack_bytes: int  # of a thread: arrays and spilled registers
 
 
-def bundle_kernels(path: Path, manifest: Manifest) -> tuple[UnitUse, ...]:
-    """Every unit of the bundle at ``path``; none for the reference backend. Raises BundleError for a damaged one."""
-    names = sorted(name for name in manifest.files if fnmatchcase(name, _KERNELS))
-    return tuple(_unit(path / name) for name in names)
-
-
 def _unit(file: Path) -> UnitUse:
+    """Of a compiled unit. Raises BundleError for a damaged one."""
     try:
         uses = kernel_use(read_bytes(file, LARGE)).values()
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from rich.table import Table
 from edge_dflash.board.state import EnergyMeter
 from edge_dflash.checks.lossless import first_difference
 from edge_dflash.cli.output import Columns, tabled
+from edge_dflash.common.tables import finite
 from edge_dflash.decode.logprobs import TokenLogprob
 from edge_dflash.decode.options import PlanOptions
 from edge_dflash.errors import VerificationError
@@ -121,7 +121,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "logprobs": [_logprob(one) for one in plan.logprobs] or None,
         "drafts": plan.drafting.drafts,
         "accepted_drafts": plan.drafting.accepted,
-        "score": plan.score if plan.score is not None and math.isfinite(plan.score) else None,
+        "score": None if plan.score is None else finite(plan.score),
         "alternatives": [plan_json(one) for one in plan.alternatives],
     }
 
@@ -141,8 +141,8 @@ def summary(plan: Plan, joules: float | None) -> str:
 def _logprob(one: TokenLogprob) -> dict[str, Any]:
     """A token for ``--json``: ``text`` is null without tokenizer, ``logprob`` for a token that is impossible."""
     text = None if one.text is None else one.text.decode(errors="replace")
-    logprob = one.logprob if math.isfinite(one.logprob) else None
-    return {"token": one.token, "logprob": logprob, "text": text, "top": [_logprob(other) for other in one.top]}
+    top = [_logprob(other) for other in one.top]
+    return {"token": one.token, "logprob": finite(one.logprob), "text": text, "top": top}
 
 
 def logprob_table(tokens: Sequence[TokenLogprob]) -> Table:

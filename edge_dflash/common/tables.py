@@ -50,6 +50,11 @@ def encode(value: object) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form here")
 
 
+def finite(value: float) -> float | None:
+    """Itself, or None: JSON has no infinity and no NaN."""
+    return value if math.isfinite(value) else None
+
+
 def decode(cls: type[T], value: object, where: str) -> T:
     """Build ``cls`` from a JSON value. Raises BundleError, naming the field under ``where``, found and wanted."""
     return cast(T, _decode(cls, value, where))

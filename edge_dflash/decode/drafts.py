@@ -48,6 +48,11 @@ class Drafting:
         return mode(self.drafts) if self.drafts else 0
 
     @property
+    def accept_length(self) -> float:
+        """Tokens of a cycle, mean; 0 without one."""
+        return 1.0 + sum(self.accepted) / len(self.accepted) if self.accepted else 0.0
+
+    @property
     def mean(self) -> float:
         """Drafts that a cycle verified."""
         return sum(self.drafts) / len(self.drafts) if self.drafts else 0.0

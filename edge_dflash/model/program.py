@@ -39,11 +39,6 @@ class KvState:
     kv_heads: int
     head_dim: int
 
-    @property
-    def values_per_token(self) -> int:
-        """Stored numbers per token, K and V together."""
-        return 2 * self.kv_heads * self.head_dim
-
 
 @dataclass(frozen=True)
 class DeltaState(GatedDeltaSpec):

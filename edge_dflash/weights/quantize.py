@@ -194,12 +194,8 @@ def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
     return (x + power).sub_(power).clamp_(-E2M1_MAX, E2M1_MAX).copysign_(x)
 
 
-def _bf16(w: torch.Tensor) -> WideWeight:
-    return WideWeight(w.to(torch.bfloat16).view(torch.uint16).numpy())
-
-
 ENCODERS: Mapping[str, Callable[[torch.Tensor], Weight]] = {
-    "bf16": _bf16,
+    "bf16": lambda w: WideWeight(w.to(torch.bfloat16).view(torch.uint16).numpy()),
     "fp8": quantize_fp8,
     "nvfp4": quantize_nvfp4,
 }

@@ -109,11 +109,6 @@ def pair_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> 
     return {stack.key: stack for one in _passes(programs) for stack in program_stacks(one, formats)}
 
 
-def tower_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, Stack]:
-    """Stacks of the vision tower by key."""
-    return {stack.key: stack for stack in program_stacks(programs.see, formats)} if programs.see else {}
-
-
 def expert_stacks(program: Program, formats: Mapping[str, WeightFormat]) -> dict[str, tuple[ExpertStack, ExpertStack]]:
     """Gate and up, and down, of each mixture of a pass, by the output of its op. Raises BackendError."""
     return {op.output: _experts(op, program.weights, formats) for op in program.ops if isinstance(op, Experts)}

@@ -25,7 +25,7 @@ def test_a_healthy_drafter_accepts_what_it_accepted_at_build(recorded):
     bundle, test = recorded
     found = check_acceptance(backend_of(bundle), test)
     assert found.ok
-    assert found.accept_length == pytest.approx(test.accept_length, rel=0.05)
+    assert found.here.accept_length == pytest.approx(test.accept_length, rel=0.05)
     assert found.to_json()["acceptance_at_build"] == list(test.acceptance)
 
 
@@ -33,7 +33,7 @@ def test_a_wrong_drafter_behind_an_intact_record_is_found(recorded):
     bundle, test = recorded
     found = check_acceptance(backend_of(bundle, store=Damaged(bundle, weight=WRONG)), test)
     assert not found.ok
-    assert found.accept_length < found.floor
+    assert found.here.accept_length < found.floor
     assert f"at least {found.floor:.2f}" in found.summary
 
 

@@ -200,14 +200,14 @@ def gated_delta(bench):
     device, g = bench.device, torch.Generator().manual_seed(0)
     for lanes, clusters in ((1, True), (LANES, True), (LANES, False)):
         shape = DeltaShape(16, 48, 128, 128, 4, 1e-6, 16, 512, lanes=lanes)
-        conv = device.gpu.upload(shape.packed_conv(bf16(shape.channels, 4, generator=g, scale=0.5).numpy()))
+        conv = device.gpu.upload(shape.packed_conv(bf16(shape.conv_channels, 4, generator=g, scale=0.5).numpy()))
         vectors = conv, *(device.up(torch.randn(48, generator=g)) for _ in range(2)), device.up(torch.ones(128))
         tape = shape.tape_bytes
-        sizes = [lanes * size for size in (shape.state_bytes, shape.history_bytes, tape[0], tape[1], tape[1])]
+        sizes = [lanes * size for size in (shape.state_bytes, shape.conv_bytes, tape[0], tape[1], tape[1])]
         layers = [DeltaLayer(*(device.gpu.allocate(size) for size in sizes), *vectors) for _ in range(48 // lanes)]
         for pointer in (p for layer in layers for p in vars(layer).values() if p not in vectors):
             device.gpu.fill(pointer)
-        x = DeltaTensors(*(Matrix(bench.x, n) for n in (shape.channels, 6144, 48, 48)), Matrix(bench.y, 6144))
+        x = DeltaTensors(*(Matrix(bench.x, n) for n in (shape.conv_channels, 6144, 48, 48)), Matrix(bench.y, 6144))
         counters = device.gpu.upload(np.zeros(shape.counter_bytes, np.uint8))
         scratch = DeltaScratch(device.gpu.allocate(shape.scratch_bytes), counters)
         face = DeltaKernels(device.gpu, device.module(delta.UNIT), shape, clusters=clusters)

@@ -40,7 +40,7 @@ class Layer:
             key_heads=s.key_heads, value_heads=s.value_heads, key_dim=s.key_dim, value_dim=s.value_dim,
             conv_kernel=s.conv_kernel,
         )  # fmt: skip
-        conv = bf16(s.channels, s.conv_kernel, generator=g, scale=0.5)
+        conv = bf16(s.conv_channels, s.conv_kernel, generator=g, scale=0.5)
         a_log, dt_bias = bf16(s.value_heads, generator=g), bf16(s.value_heads, generator=g)
         self.weights = DeltaWeights(conv, a_log, dt_bias, bf16(s.value_dim, generator=g, scale=0.2) + 1.0)
         self.memory = DeltaMemory(DeltaState(s.key_heads, s.value_heads, s.key_dim, s.value_dim, s.conv_kernel))
@@ -49,7 +49,7 @@ class Layer:
         zeros = torch.zeros
         self.layer = DeltaLayer(
             up(zeros(s.value_heads, s.key_dim, s.value_dim)),
-            up(zeros(s.conv_kernel - 1, s.channels, dtype=torch.bfloat16)),
+            up(zeros(s.conv_kernel - 1, s.conv_channels, dtype=torch.bfloat16)),
             *(device.poisoned(s.tape_bytes[0]), device.poisoned(s.tape_bytes[1]), device.poisoned(s.tape_bytes[1])),
             *(up(packed), up(a_log), up(dt_bias), up(self.weights.norm)),
         )
@@ -60,9 +60,8 @@ class Layer:
 
     def inputs(self, rows):
         s = self.shape
-        return [
-            bf16(rows, n, generator=self.g) for n in (s.channels, s.value_heads * s.value_dim, *[s.value_heads] * 2)
-        ]
+        widths = (s.conv_channels, s.value_heads * s.value_dim, *[s.value_heads] * 2)
+        return [bf16(rows, n, generator=self.g) for n in widths]
 
     def run(self, inputs, *, prefill=0, window=0):
         """``window``: outputs in blocks of such windows."""
@@ -84,13 +83,13 @@ class Layer:
 
     def tape(self):
         s, read = self.shape, self.device.read
-        u = read(self.layer.tape_u, (s.rows, s.channels), torch.bfloat16)
+        u = read(self.layer.tape_u, (s.rows, s.conv_channels), torch.bfloat16)
         return u, *(read(x, (s.rows, s.value_heads), torch.float32) for x in (self.layer.tape_g, self.layer.tape_beta))
 
     def base(self):
         s, read = self.shape, self.device.read
         state = read(self.layer.state, (s.value_heads, s.key_dim, s.value_dim), torch.float32)
-        return state, read(self.layer.history, (s.conv_kernel - 1, s.channels), torch.bfloat16)
+        return state, read(self.layer.history, (s.conv_kernel - 1, s.conv_channels), torch.bfloat16)
 
     def restore(self, base):
         self.device.gpu.write(self.layer.state, base[0].numpy())

@@ -45,12 +45,12 @@ class Delta:
         self.g, n = g, s.lanes
         self.arrays = [
             torch.randn(n, s.value_heads, s.key_dim, s.value_dim, generator=g),
-            bf16(n, s.conv_kernel - 1, s.channels, generator=g).bfloat16(),
-            bf16(n, s.rows, s.channels, generator=g).bfloat16(),
+            bf16(n, s.conv_kernel - 1, s.conv_channels, generator=g).bfloat16(),
+            bf16(n, s.rows, s.conv_channels, generator=g).bfloat16(),
             -torch.rand(n, s.rows, s.value_heads, generator=g),
             torch.rand(n, s.rows, s.value_heads, generator=g),
         ]
-        conv = bf16(s.channels, s.conv_kernel, generator=g, scale=0.5).numpy()
+        conv = bf16(s.conv_channels, s.conv_kernel, generator=g, scale=0.5).numpy()
         self.vectors = [device.up(torch.from_numpy(s.packed_conv(conv)))]
         self.vectors += [device.up(bf16(n, generator=g)) for n in (s.value_heads, s.value_heads, s.value_dim)]
 
@@ -87,7 +87,7 @@ class Delta:
 
     def inputs(self, slots, rows):
         s = self.shape
-        widths = (s.channels, s.value_heads * s.value_dim, s.value_heads, s.value_heads)
+        widths = (s.conv_channels, s.value_heads * s.value_dim, s.value_heads, s.value_heads)
         return [input_rows(slots, rows, n, self.g) for n in widths]
 
     def same(self, now, want, lanes):

@@ -58,11 +58,6 @@ class DeviceLayout:
     tower: TowerLayout | None = None  # of a target that sees
 
     @property
-    def image_bytes(self) -> int:
-        """Of the rows of images in a prefill pass."""
-        return 2 * self.sizes.prefill_rows * self.tower.spec.out if self.tower else 0
-
-    @property
     def first_draft(self) -> int:
         """Row of a propose pass that is the first draft: 0 where the anchor's drafts, else 1."""
         return int(any(isinstance(op, SelectRows) for op in self.programs.propose.ops))
@@ -322,6 +317,7 @@ def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocat
     sizes, vocabulary = layout.sizes, layout.vocabulary
     slots, tile, rows = sizes.slots, row_tile(sizes.rows, ALONE_ROWS), row_tile(sizes.most_rows)
     floats, counters = states.delta_scratch
+    image = 2 * layout.tower.spec.out if layout.tower else 0  # bytes of a row of one
     stride = -(-vocabulary // 16) * 16
     return Buffers(
         control=memory.take("cycle", CONTROL_BYTES * slots),
@@ -336,7 +332,7 @@ def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocat
         clock=memory.take("cycle", 8 * (2 + sizes.lanes)),
         counted=memory.take("cycle", 4 * cycle.COUNTED_WORDS * slots),
         sampling=SamplingBuffers.take(memory, tile, vocabulary, slots),
-        images=memory.take("activations", layout.image_bytes),
+        images=memory.take("activations", image * sizes.prefill_rows),
     )
 
 

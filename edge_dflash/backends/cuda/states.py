@@ -132,7 +132,7 @@ class States:
         self.delta_shapes[op.state] = shape
         self.delta[op.state] = DeltaLayer(
             state=memory.take("gated delta states", lanes * shape.state_bytes),
-            history=memory.take("gated delta states", lanes * shape.history_bytes),
+            history=memory.take("gated delta states", lanes * shape.conv_bytes),
             tape_u=memory.take("tapes", lanes * tape_u),
             tape_g=memory.take("tapes", lanes * tape_gates),
             tape_beta=memory.take("tapes", lanes * tape_gates),
@@ -203,6 +203,6 @@ def _recurrent(states: States, lane: int) -> Iterator[tuple[str, DevicePointer, 
     for name, layer in states.delta.items():
         s = states.delta_shapes[name]
         state = layer.state.at(lane * s.state_bytes, s.state_bytes)
-        history = layer.history.at(lane * s.history_bytes, s.history_bytes)
+        history = layer.history.at(lane * s.conv_bytes, s.conv_bytes)
         yield f"{name}.state", state, np.empty((s.value_heads, s.key_dim, s.value_dim), np.float32)
-        yield f"{name}.conv", history, np.empty((s.conv_kernel - 1, s.channels), np.uint16)
+        yield f"{name}.conv", history, np.empty((s.conv_kernel - 1, s.conv_channels), np.uint16)

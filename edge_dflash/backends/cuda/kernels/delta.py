@@ -18,6 +18,7 @@ from edge_dflash.backends.cuda.kernels.splits import block_shared
 from edge_dflash.backends.cuda.memory import EMPTY, DevicePointer, Matrix, Words, aligned
 from edge_dflash.board.archs import supports
 from edge_dflash.errors import BackendError
+from edge_dflash.model.program import DeltaState
 
 if TYPE_CHECKING:
     from edge_dflash.backends.cuda.driver import Gpu, Kernel, Module
@@ -36,14 +37,9 @@ _PREPARE, _RECURRENCE, _NORM, _VERIFY = (
 
 
 @dataclass(frozen=True)
-class DeltaShape:
+class DeltaShape(DeltaState):
     """One gated delta layer and the passes over it."""
 
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_kernel: int
     eps: float
     rows: int  # of a verify pass: most rows of the tape
     prefill_rows: int = 0  # most rows of a prefill pass; 0: decode only
@@ -60,24 +56,9 @@ class DeltaShape:
             )
 
     @property
-    def channels(self) -> int:
-        """Channels of the convolution: query, key, value."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of S of a lane."""
-        return 4 * self.value_heads * self.key_dim * self.value_dim
-
-    @property
-    def history_bytes(self) -> int:
-        """Bytes of the convolution's history of a lane: [K-1, C] BF16, oldest row first."""
-        return 2 * (self.conv_kernel - 1) * self.channels
-
-    @property
     def tape_bytes(self) -> tuple[int, int]:
         """Bytes of a lane: u [rows, C] BF16, and g (and beta) [rows, Hv] FP32."""
-        return 2 * self.rows * self.channels, 4 * self.rows * self.value_heads
+        return 2 * self.rows * self.conv_channels, 4 * self.rows * self.value_heads
 
     def most_rows(self, prefill: bool) -> int:
         """Most pending and own rows of a slot, in whole stages of the recurrence."""
@@ -118,8 +99,8 @@ class DeltaShape:
 
     def packed_conv(self, conv: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Convolution weight [C, K] as the kernels read it: [TAPS, C], leading zeros for a shorter kernel."""
-        packed = np.zeros((TAPS, self.channels), np.float32)
-        packed[TAPS - self.conv_kernel :] = conv.reshape(self.channels, self.conv_kernel).T
+        packed = np.zeros((TAPS, self.conv_channels), np.float32)
+        packed[TAPS - self.conv_kernel :] = conv.reshape(self.conv_channels, self.conv_kernel).T
         return packed
 
 
