@@ -29,6 +29,7 @@ from edge_dflash.bundle.parts import (
     uncounted,
     write_file,
 )
+from edge_dflash.common.files import replacing
 from edge_dflash.errors import BuildError
 
 PREVIOUS = "previous"  # the output that is being replaced
@@ -132,12 +133,8 @@ class WorkDir:
         path = self.staging / name
         partial = path.with_name(path.name + ".partial")
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with replacing(path, partial):
             entry = write_file(partial, pieces, advance)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        partial.replace(path)
         return self._keep(name, entry)
 
     def link(self, name: str, source: Path, entry: FileEntry) -> FileEntry:
@@ -153,12 +150,8 @@ class WorkDir:
             os.link(source, path)
         except OSError:
             partial = path.with_name(path.name + ".partial")
-            try:
+            with replacing(path, partial):
                 shutil.copyfile(source, partial)
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
-            partial.replace(path)
         return self._keep(name, entry)
 
     def _keep(self, name: str, entry: FileEntry) -> FileEntry:

@@ -27,7 +27,7 @@ from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.vision import TOWER
 from edge_dflash.weights.formats import FORMATS, SCALAR, TIED, Array, Weight, WeightFormat
 from edge_dflash.weights.layout import Repacked, Words
-from edge_dflash.weights.safetensors import DTYPES, forget_pages
+from edge_dflash.weights.safetensors import DTYPES, forget_pages, header_of
 from edge_dflash.weights.stacks import Stack, pair_experts, pair_stacks, program_stacks
 
 CHUNK = 8 << 20  # bytes read or written at once
@@ -187,13 +187,7 @@ def wide_first(tensor: Tensor) -> tuple[int, str]:
 
 def tensor_file(tensors: Sequence[Tensor]) -> Iterator[Piece]:
     """A safetensors file of tensors in the order given; its bytes depend on them alone."""
-    header, end = {}, 0
-    for tensor in tensors:
-        start, end = end, end + tensor.nbytes
-        header[tensor.name] = {"dtype": tensor.kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
+    yield header_of((tensor.name, tensor.kind, tensor.shape) for tensor in tensors)
     for tensor in tensors:
         size = 0
         for array in tensor.chunks():

@@ -157,10 +157,17 @@ def write_whole(path: Path, data: bytes) -> None:
         path.write_bytes(data)
         return
     fresh = _beside(path.parent)
-    try:
+    with replacing(path, fresh):
         fresh.write_bytes(data)
         with suppress(FileNotFoundError):
             shutil.copymode(path, fresh)
+
+
+@contextmanager
+def replacing(path: Path, fresh: Path) -> Iterator[None]:
+    """What is written at ``fresh`` takes the name ``path`` at the end, and goes when that fails."""
+    try:
+        yield
         fresh.replace(path)
     except BaseException:
         fresh.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ from edge_dflash.errors import BundleError, CheckpointError, ContextError, Reque
 from edge_dflash.model.specs import PatchSpec
 from edge_dflash.pictures.pictured import Picture, Pictured, Placed, check_pictures
 from edge_dflash.weights.formats import Array
-from edge_dflash.weights.safetensors import DTYPES, Entry, TensorFiles
+from edge_dflash.weights.safetensors import DTYPES, Entry, TensorFiles, header_of
 
 FORMAT = "edge-dflash-session"
 VERSIONS = ("1", "2")  # of a session of text, and of one with pictures
@@ -241,16 +241,11 @@ def _header(arrays: Mapping[str, Array], state: SessionState, shown: _Shown | No
         metadata["pictures"] = json.dumps(encode(shown))
     if state.note:
         metadata["note"] = state.note
-    header: dict[str, object] = {"__metadata__": metadata}
-    end = 0
     for name, array in arrays.items():
         if array.dtype not in _KINDS:
             raise RequestError(f"{name} has dtype {array.dtype}, a session file stores {', '.join(_KINDS.values())}")
-        start, end = end, end + array.nbytes
-        header[name] = {"dtype": _KINDS[array.dtype], "shape": list(array.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    kinds = ((name, _KINDS[array.dtype], array.shape) for name, array in arrays.items())
+    return header_of(kinds, metadata)
 
 
 def _array(file: BufferedReader, entry: Entry) -> Array:

@@ -28,6 +28,7 @@ from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.bundle.manifest import fingerprint
 from edge_dflash.bundle.parts import hash_file
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.common.files import replacing
 from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
@@ -65,15 +66,10 @@ def writing(path: Path) -> Iterator[None]:
 def whole_file(path: Path) -> Iterator[Path]:
     """A place to write; what lies there at the end is then ``path``, whole and on the disk. Raises RequestError."""
     half = path.with_suffix(".part")
-    with writing(path):
-        try:
-            yield half
-            with half.open("rb") as file:
-                os.fsync(file.fileno())
-            half.replace(path)
-        except BaseException:
-            half.unlink(missing_ok=True)
-            raise
+    with writing(path), replacing(path, half):
+        yield half
+        with half.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def seal(folder: Path, files: Mapping[str, Path]) -> None:

@@ -7,9 +7,10 @@ object {name: {dtype, shape, data_offsets}}, then the data; offsets count from t
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -136,6 +137,18 @@ def _locate(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
     if is_there(single):
         return (single,), None
     raise CheckpointError(f"neither {SINGLE} nor {INDEX} in {directory}; give the directory of a checkpoint")
+
+
+def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Length and header of a file that has tensors (name, dtype, shape) in this order."""
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _read_header(file: Path) -> dict[str, Entry]:

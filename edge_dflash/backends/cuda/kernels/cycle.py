@@ -11,7 +11,7 @@ from edge_dflash.backends.cuda.memory import CONTROL_BYTES, NULL, Array, DeviceP
 from edge_dflash.model.ops import Add, Elementwise, SwiGlu
 
 if TYPE_CHECKING:
-    from edge_dflash.backends.cuda.driver import Gpu, Module
+    pass
 
 UNIT = "cycle"
 ELEMENTWISE: Mapping[type[Elementwise], str] = {SwiGlu: "gate_columns", Add: "add_columns"}
@@ -56,8 +56,7 @@ class Result:
 class CycleKernels(KernelFace):
     """Loaded kernels. Ids, drafts, choices and control words are int32."""
 
-    def __init__(self, gpu: Gpu, module: Module) -> None:
-        super().__init__(gpu, module, _SIGNATURES)
+    _signatures = _SIGNATURES
 
     def ids(
         self,

@@ -27,7 +27,7 @@ _KERNELS = ("sample_count", "sample_cut", "sample_ties", "sample_choose", "row_l
 _SIGNATURES = {name: Signature("sample.cu", name) for name in _KERNELS}
 
 if TYPE_CHECKING:
-    from edge_dflash.backends.cuda.driver import Gpu, Graph, Module
+    from edge_dflash.backends.cuda.driver import Gpu, Graph
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,7 @@ def write_sampling(settings: Array, sampling: Sampling) -> None:
 class Sampler(KernelFace):
     """Loaded kernels. A row's choice depends on its logits, its mask, its position and the settings alone."""
 
-    def __init__(self, gpu: Gpu, module: Module) -> None:
-        super().__init__(gpu, module, _SIGNATURES)
+    _signatures = _SIGNATURES
 
     def choose(
         self,

@@ -8,7 +8,7 @@ from edge_dflash.backends.cuda.kernels.source import KernelFace, Signature
 from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix, Norm
 
 if TYPE_CHECKING:
-    from edge_dflash.backends.cuda.driver import Gpu, Module
+    pass
 
 UNIT = "small"
 _THREADS = 256
@@ -19,8 +19,7 @@ _SIGNATURES = {name: Signature("small.cu", name) for name in _NAMES}
 class Small(KernelFace):
     """Loaded kernels. Matrices are BF16 with an even number of columns, ids and control words int32."""
 
-    def __init__(self, gpu: Gpu, module: Module) -> None:
-        super().__init__(gpu, module, _SIGNATURES)
+    _signatures = _SIGNATURES
 
     def embed(
         self,

@@ -59,9 +59,11 @@ class Signature:
 class KernelFace:
     """The loaded kernels of a unit, each launched by its name with its parameters by theirs."""
 
-    def __init__(self, gpu: Gpu, module: Module, signatures: Mapping[str, Signature]) -> None:
-        self._gpu, self._signatures = gpu, signatures
-        self._kernels = {name: module.kernel(name) for name in signatures}
+    _signatures: ClassVar[Mapping[str, Signature]] = {}
+
+    def __init__(self, gpu: Gpu, module: Module) -> None:
+        self._gpu = gpu
+        self._kernels = {name: module.kernel(name) for name in self._signatures}
 
     def _launch(self, name: str, grid: tuple[int, int, int], threads: int, *records: object, **values: Any) -> None:
         self._gpu.launch(self._kernels[name], grid, threads, self._signatures[name](*records, **values), overlap=True)
