@@ -25,6 +25,7 @@ from edge_dflash.board.linux import read_memory
 from edge_dflash.builder.journal import WorkDir
 from edge_dflash.bundle.manifest import EngineFiles, FileEntry
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.common.files import write_whole
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
@@ -186,9 +187,7 @@ class _Engines:
             entry = self._directory.add(name, [engine])
             with self._lock:
                 if compiler.timing:
-                    partial = self._cache.with_name(f"{TIMING_CACHE}.partial")
-                    partial.write_bytes(compiler.timing)
-                    partial.replace(self._cache)
+                    write_whole(self._cache, compiler.timing)
             self._shares[name] = 1.0
             return entry
         finally:

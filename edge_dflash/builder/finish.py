@@ -30,10 +30,11 @@ from edge_dflash.backends.cuda.support import device_facts
 from edge_dflash.backends.cuda.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from edge_dflash.builder.budget import FormatMix
 from edge_dflash.builder.engines import build_engines, bundle_engines, check_device, checked_version
-from edge_dflash.builder.journal import WorkDir, check_space, recover, sync_path
+from edge_dflash.builder.journal import WorkDir, check_space, recover
 from edge_dflash.bundle.manifest import MANIFEST, EngineFiles, Manifest, Trial, dump_manifest
 from edge_dflash.bundle.parts import write_file
 from edge_dflash.bundle.reader import Bundle, read_manifest
+from edge_dflash.common.files import sync_path
 from edge_dflash.common.progress import Progress, Stage, unheard
 from edge_dflash.decode.backend import Asked
 from edge_dflash.errors import BackendError, BuildError, VerificationError

@@ -29,7 +29,7 @@ from edge_dflash.bundle.parts import (
     uncounted,
     write_file,
 )
-from edge_dflash.common.files import replacing
+from edge_dflash.common.files import replacing, sync_path
 from edge_dflash.errors import BuildError
 
 PREVIOUS = "previous"  # the output that is being replaced
@@ -218,12 +218,3 @@ class WorkDir:
             self._journal.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
             self._journal.flush()
             os.fsync(self._journal.fileno())
-
-
-def sync_path(path: Path) -> None:
-    """Bring a file, or a directory's names, to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

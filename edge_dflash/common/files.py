@@ -170,8 +170,18 @@ def replacing(path: Path, fresh: Path) -> Iterator[None]:
         yield
         fresh.replace(path)
     except BaseException:
-        fresh.unlink(missing_ok=True)
+        with suppress(OSError):
+            fresh.unlink()
         raise
+
+
+def sync_path(path: Path) -> None:
+    """Bring a file, or a directory's names, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def parse_json(data: bytes, **options: Any) -> Any:

@@ -17,7 +17,7 @@ import os
 import re
 import stat
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from io import BufferedReader
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from edge_dflash.common.files import replacing, sync_path
 from edge_dflash.common.tables import decode, encode
 from edge_dflash.decode.backend import Snapshot
 from edge_dflash.decode.session import Session, SessionManager
@@ -323,17 +324,8 @@ def _replacement(path: Path) -> Iterator[BinaryIO]:
         if not mine:
             raise RequestError(f"{path} is being written by another process; wait for it, or choose another name")
         file.truncate(0)
-        try:
+        with replacing(path, partial):
             yield file
             file.flush()
             os.fsync(file.fileno())
-            partial.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                partial.unlink()
-            raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_path(path.parent)

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from edge_dflash.board.linux import drop_page_cache
-from edge_dflash.builder.journal import recover, sync_path
+from edge_dflash.builder.journal import recover
 from edge_dflash.bundle.manifest import MANIFEST, Manifest
 from edge_dflash.bundle.reader import Bundle, check_files, read_manifest
 from edge_dflash.common import files
@@ -72,7 +72,7 @@ def add(layout: InstallPaths, bundle: Path, program: Path) -> tuple[str, list[st
             _exchange(incoming, release)
         else:
             incoming.rename(release)
-        sync_path(layout.releases)
+        files.sync_path(layout.releases)
         discard(incoming)
     except BaseException:
         shutil.rmtree(incoming, ignore_errors=True)
@@ -131,7 +131,7 @@ def switch(layout: InstallPaths, name: str) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(Path("releases") / name)
     fresh.replace(layout.current)
-    sync_path(layout.base)
+    files.sync_path(layout.base)
 
 
 def record(layout: InstallPaths, name: str) -> None:
@@ -163,7 +163,7 @@ def _write_history(layout: InstallPaths, names: list[str]) -> None:
     fresh = layout.history.with_name(".history")
     fresh.write_text("".join(f"{name}\n" for name in names))
     fresh.chmod(0o644)
-    sync_path(fresh)
+    files.sync_path(fresh)
     fresh.replace(layout.history)
 
 
@@ -185,10 +185,10 @@ def _copy(source: Path, target: Path, manifest: Manifest) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, file)
         file.chmod(0o644)
-        sync_path(file)
+        files.sync_path(file)
     for folder in (target, *(path for path in target.rglob("*") if path.is_dir())):
         folder.chmod(0o755)
-        sync_path(folder)
+        files.sync_path(folder)
     try:
         Bundle.open(target)
     except BundleError as error:
