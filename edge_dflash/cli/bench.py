@@ -31,53 +31,41 @@ from edge_dflash.model.registry import NO_DRAFTER
 from edge_dflash.weights.layout import Format
 
 KINDS = get_args(Format)
-Given = Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")]
 Synthetic = Annotated[
     str | None, opt("NAME", f"Instead: random weights in the dimensions of {', '.join(pair_names())}.")
 ]
-Weights = Annotated[str | None, opt("FORMAT", "Of --synthetic: nvfp4 (default), fp8 or bf16.")]
 Length = Annotated[float | None, opt("X", "Force this mean accept length; default: the drafter's own, 5 if synthetic.")]
 Acceptance = Annotated[str | None, opt("NAME", f"Force a profile of acceptance by position: {', '.join(PROFILES)}.")]
 Correlation = Annotated[
     float | None, opt("X", "Force the experts of a synthetic pair: 0, tokens choose independently, to 1, all the same.")
 ]
-Context = Annotated[int, opt("N", "Committed tokens at which cycles are timed.", min=1)]
-Tokens = Annotated[int, opt("N", "Tokens to generate for each way of decoding.", min=2)]
 Prompts = Annotated[
     Path | None, opt("FILE", "JSONL of prompts, as of verify; default: the demo pair's tasks for it, else calib/.")
 ]
-Prefill = Annotated[str, opt("N,N", "Prompt lengths for the time to the first token.")]
-Contexts = Annotated[str, opt("N,N", "More contexts at which a cycle is timed, such as 2048,32768.")]
-Drafter = Annotated[str | None, opt("none", "Time BUNDLE without its drafter.")]
-Lanes = Annotated[str, opt("N,N", "Numbers of requests to time at once, such as 1,2,4,8.")]
-Profile = Annotated[bool, switch("--profile", "Time every step of one cycle.")]
 Cubins = Annotated[Path | None, opt("DIR", "Where compiled kernels are kept; default: ~/.cache/edge-dflash.")]
-Plot = Annotated[Path | None, opt("FILE", "Write a drawing (SVG) to this file.")]
-Record = Annotated[Path | None, opt("FILE", "Add the result to this JSON file.")]
 Commit = Annotated[str | None, opt("ID", "Commit to record for a copy of the sources that git does not know.")]
-Json = Annotated[bool, switch("--json", "One JSON object in place of the tables.")]
 
 
 def bench(
-    bundle: Given = None,
+    bundle: Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")] = None,
     synthetic: Synthetic = None,
-    weights: Weights = None,
+    weights: Annotated[str | None, opt("FORMAT", "Of --synthetic: nvfp4 (default), fp8 or bf16.")] = None,
     accept_length: Length = None,
     acceptance: Acceptance = None,
     routing_correlation: Correlation = None,
-    context: Context = 512,
-    tokens: Tokens = 256,
+    context: Annotated[int, opt("N", "Committed tokens at which cycles are timed.", min=1)] = 512,
+    tokens: Annotated[int, opt("N", "Tokens to generate for each way of decoding.", min=2)] = 256,
     prompts: Prompts = None,
-    prefill: Prefill = "128,2048,8192",
-    contexts: Contexts = "",
-    drafter: Drafter = None,
-    lanes: Lanes = "",
-    profile: Profile = False,
+    prefill: Annotated[str, opt("N,N", "Prompt lengths for the time to the first token.")] = "128,2048,8192",
+    contexts: Annotated[str, opt("N,N", "More contexts at which a cycle is timed, such as 2048,32768.")] = "",
+    drafter: Annotated[str | None, opt("none", "Time BUNDLE without its drafter.")] = None,
+    lanes: Annotated[str, opt("N,N", "Numbers of requests to time at once, such as 1,2,4,8.")] = "",
+    profile: Annotated[bool, switch("--profile", "Time every step of one cycle.")] = False,
     cubins: Cubins = None,
-    plot: Plot = None,
-    record: Record = None,
+    plot: Annotated[Path | None, opt("FILE", "Write a drawing (SVG) to this file.")] = None,
+    record: Annotated[Path | None, opt("FILE", "Add the result to this JSON file.")] = None,
     commit: Commit = None,
-    json: Json = False,
+    json: Annotated[bool, switch("--json", "One JSON object in place of the tables.")] = False,
 ) -> None:
     """Time a pair: plans as a caller gets them, the parts of a cycle, prompts, memory.
 

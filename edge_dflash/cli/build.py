@@ -30,12 +30,9 @@ def read_size(text: str) -> int:
     return int(float(found[1]) * 1000 ** ("", "k", "m", "g").index(found[2].lower()))
 
 
-Target = Annotated[Path | None, opt("DIR", "Directory of the target's Hugging Face checkpoint.")]
 Drafter = Annotated[
     Path | None, opt("DIR", "Directory of the drafter's checkpoint; none, or left out: decode plainly.")
 ]
-Output = Annotated[Path | None, opt("DIR", "Directory to make; the bundle appears there when complete.")]
-ArchName = Annotated[str, opt("NAME", "What it runs on: cpu, a GPU such as sm110, or a board such as thor.")]
 Backend = Annotated[
     str | None,
     opt("NAMES", f"What runs it: {', '.join(BACKENDS)} or native,tensorrt; default: what suits the arch."),
@@ -47,14 +44,10 @@ Recipe = Annotated[
 Rounded = Annotated[
     Rounding | None, opt("HOW", f"How NVFP4 weights are rounded: {', '.join(ROUNDINGS)}; default: the recipe's.")
 ]
-MaxContext = Annotated[int | None, opt("N", "Most tokens of a sequence; default: the recipe's.")]
 Chunk = Annotated[int | None, opt("N", "Most prompt tokens of one pass; default: 0.1 s, and 128 or more on a GPU.")]
-Calibrate = Annotated[bool, typer.Option(help="Measure the scales of FP8 keys and values on calib/.")]
 Lanes = Annotated[int | None, opt("N", "Lanes that it opens with; default: the recipe's, else 1.", min=1, max=8)]
 TextOnly = Annotated[bool, switch("--text-only", "Leave the target's vision tower out: smaller, and no images.")]
-Force = Annotated[bool, switch("--force", "Replace the bundle that is at --output.")]
 Quality = Annotated[bool, switch("--quality", "Measure what quantization costs, against the target's checkpoint.")]
-Prompts = Annotated[Path | None, opt("FILE", "JSONL of prompts to measure on; default: some of calib/.")]
 QualityTarget = Annotated[
     float | None, opt("KLD", "Store parts of the target wider until the mean KLD of its weights is at most this.")
 ]
@@ -68,21 +61,21 @@ Finish = Annotated[Path | None, opt("BUNDLE", "Build the plans that this bundle 
 
 
 def build(
-    target: Target = None,
+    target: Annotated[Path | None, opt("DIR", "Directory of the target's Hugging Face checkpoint.")] = None,
     drafter: Drafter = None,
-    output: Output = None,
-    arch: ArchName = "cpu",
+    output: Annotated[Path | None, opt("DIR", "Directory to make; the bundle appears there when complete.")] = None,
+    arch: Annotated[str, opt("NAME", "What it runs on: cpu, a GPU such as sm110, or a board such as thor.")] = "cpu",
     backend: Backend = None,
     recipe: Recipe = None,
     rounding: Rounded = None,
-    max_context: MaxContext = None,
+    max_context: Annotated[int | None, opt("N", "Most tokens of a sequence; default: the recipe's.")] = None,
     prefill_chunk: Chunk = None,
-    calibrate: Calibrate = True,
+    calibrate: Annotated[bool, typer.Option(help="Measure the scales of FP8 keys and values on calib/.")] = True,
     lanes: Lanes = None,
     text_only: TextOnly = False,
     quality: Quality = False,
-    prompts: Prompts = None,
-    force: Force = False,
+    prompts: Annotated[Path | None, opt("FILE", "JSONL of prompts to measure on; default: some of calib/.")] = None,
+    force: Annotated[bool, switch("--force", "Replace the bundle that is at --output.")] = False,
     quality_target: QualityTarget = None,
     bytes_budget: BytesBudget = None,
     finish: Finish = None,

@@ -26,26 +26,23 @@ from edge_dflash.version import __version__
 RECIPE = "demo-cpu.yaml"
 
 
-Own = Annotated[
-    str | None,
-    opt(
-        "TEXT",
-        "A task of your own: a scene and a goal as in edge_dflash/demo/task.txt, it knows no others. With --image a "
-        "goal alone, such as 'Bring red_mug to Anna.'",
-    ),
-]
-Image = Annotated[bool, switch("--image", "Plan from a picture of the scene: drawn, seen by a small vision tower.")]
-Save = Annotated[Path | None, opt("FILE", "With --image: write the picture there, as a PNG.")]
-Index = Annotated[int, opt("N", "Which of the 64 held-out tasks, from 0.", min=0)]
-Where = Annotated[Path | None, opt("DIR", "Where the demo's bundle is or will be; default: ~/.cache/edge-dflash.")]
-
-
 def demo(
-    task: Own = None,
-    image: Image = False,
-    save: Save = None,
-    index: Index = 0,
-    bundle: Where = None,
+    task: Annotated[
+        str | None,
+        opt(
+            "TEXT",
+            "A task of your own: a scene and a goal as in edge_dflash/demo/task.txt, it knows no others. With --image "
+            "a goal alone, such as 'Bring red_mug to Anna.'",
+        ),
+    ] = None,
+    image: Annotated[
+        bool, switch("--image", "Plan from a picture of the scene: drawn, seen by a small vision tower.")
+    ] = False,
+    save: Annotated[Path | None, opt("FILE", "With --image: write the picture there, as a PNG.")] = None,
+    index: Annotated[int, opt("N", "Which of the 64 held-out tasks, from 0.", min=0)] = 0,
+    bundle: Annotated[
+        Path | None, opt("DIR", "Where the demo's bundle is or will be; default: ~/.cache/edge-dflash.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Make a robot plan with the shipped demo pair, with and without its drafter, and compare.

@@ -15,13 +15,12 @@ from edge_dflash.cli.output import Json, emit_json, show
 from edge_dflash.cli.usage import switch
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-Given = Annotated[
-    Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made; default: the installed one.")
-]
 
 
 def doctor(
-    bundle: Given = None,
+    bundle: Annotated[
+        Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made; default: the installed one.")
+    ] = None,
     hashes: Annotated[bool, switch("--hash", "Compare all files of the bundle with their hashes.")] = False,
     json: Json = False,
 ) -> int:

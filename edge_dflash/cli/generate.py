@@ -37,30 +37,20 @@ from edge_dflash.planner import Planner, Task
 from edge_dflash.result import Plan
 from edge_dflash.runner.planning import MOST_CANDIDATES
 
-Given = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")]
-Prompt = Annotated[str | None, opt("TEXT", "The task as text.")]
-PromptFile = Annotated[Path | None, opt("FILE", "Read the task from a UTF-8 file; - is stdin.")]
-Ids = Annotated[str | None, opt("IDS", "Prompt as token ids, such as 1,2,3; used as they are.")]
-Images = Annotated[
-    list[Path] | None, opt("FILE", "Show the model a PNG or JPEG file before the text; may be given again.")
-]
-Plain = Annotated[bool, switch("--plain", "Decode without the drafter: same tokens, slower.")]
-Drafts = Annotated[int | None, opt("K", "Drafts that a cycle verifies; default: as many as pay.", min=0)]
-Compare = Annotated[bool, switch("--compare", "Decode with and without the drafter; one table of both.")]
-Candidates = Annotated[int, opt("N", "Draw N answers, show the likeliest one.", min=1, max=MOST_CANDIDATES)]
-
 
 def generate(
-    bundle: Given,
-    prompt: Prompt = None,
-    prompt_file: PromptFile = None,
-    ids: Ids = None,
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")],
+    prompt: Annotated[str | None, opt("TEXT", "The task as text.")] = None,
+    prompt_file: Annotated[Path | None, opt("FILE", "Read the task from a UTF-8 file; - is stdin.")] = None,
+    ids: Annotated[str | None, opt("IDS", "Prompt as token ids, such as 1,2,3; used as they are.")] = None,
     *,
-    image: Images = None,
-    plain: Plain = False,
-    drafts: Drafts = None,
-    compare: Compare = False,
-    candidates: Candidates = 1,
+    image: Annotated[
+        list[Path] | None, opt("FILE", "Show the model a PNG or JPEG file before the text; may be given again.")
+    ] = None,
+    plain: Annotated[bool, switch("--plain", "Decode without the drafter: same tokens, slower.")] = False,
+    drafts: Annotated[int | None, opt("K", "Drafts that a cycle verifies; default: as many as pay.", min=0)] = None,
+    compare: Annotated[bool, switch("--compare", "Decode with and without the drafter; one table of both.")] = False,
+    candidates: Annotated[int, opt("N", "Draw N answers, show the likeliest one.", min=1, max=MOST_CANDIDATES)] = 1,
     json: Json = False,
     **flags: Any,
 ) -> None:

@@ -38,24 +38,19 @@ BOARDS = ", ".join(path.stem for path in sorted(directory("jetson").glob("*.yaml
 
 DEFAULT_BOARD = "agx-thor"
 _KERNELS = "kernels/*.cubin"  # in a bundle
-Given = Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")]
-Target = Annotated[Path | None, opt("DIR", "Directory with the target's config.json.")]
 Drafter = Annotated[Path | None, opt("DIR", "Directory with the drafter's config.json; none: plain decoding.")]
-RecipeName = Annotated[Path | None, opt("NAME|FILE", "A shipped recipe (a wrong name lists them), or a file.")]
 Board = Annotated[str | None, opt("NAME", f"One of {BOARDS}, or an arch; default: by BUNDLE's arch, else agx-thor.")]
-MaxContext = Annotated[int | None, opt("N", "Tokens to keep room for; default: the recipe's.")]
-Context = Annotated[int | None, opt("N", "Tokens of context at which a cycle's bytes are counted.")]
 Lanes = Annotated[int | None, opt("N", "Sequences at once; default: BUNDLE's or the recipe's.", min=1, max=8)]
 
 
 def inspect(
-    bundle: Given = None,
-    target: Target = None,
+    bundle: Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")] = None,
+    target: Annotated[Path | None, opt("DIR", "Directory with the target's config.json.")] = None,
     drafter: Drafter = None,
-    recipe: RecipeName = None,
+    recipe: Annotated[Path | None, opt("NAME|FILE", "A shipped recipe (a wrong name lists them), or a file.")] = None,
     board: Board = None,
-    max_context: MaxContext = None,
-    context: Context = None,
+    max_context: Annotated[int | None, opt("N", "Tokens to keep room for; default: the recipe's.")] = None,
+    context: Annotated[int | None, opt("N", "Tokens of context at which a cycle's bytes are counted.")] = None,
     lanes: Lanes = None,
     json: Json = False,
 ) -> None:

@@ -14,17 +14,15 @@ from edge_dflash.cli.output import stages
 from edge_dflash.cli.usage import opt
 from edge_dflash.errors import ServiceError
 
-Given = Annotated[
-    Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made, in place of the config's.")
-]
-Config = Annotated[Path | None, opt("FILE", "TOML file of settings, each with a default; docs/service.md.")]
-Socket = Annotated[Path | None, opt("PATH", "Unix socket, in place of the config's.")]
-Tcp = Annotated[str | None, opt("HOST:PORT", "Listen there as well; loopback without a key.")]
-StateDir = Annotated[Path | None, opt("DIR", "Where sessions are saved, in place of the config's.")]
-
 
 def serve(
-    bundle: Given = None, config: Config = None, socket: Socket = None, tcp: Tcp = None, state_dir: StateDir = None
+    bundle: Annotated[
+        Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made, in place of the config's.")
+    ] = None,
+    config: Annotated[Path | None, opt("FILE", "TOML file of settings, each with a default; docs/service.md.")] = None,
+    socket: Annotated[Path | None, opt("PATH", "Unix socket, in place of the config's.")] = None,
+    tcp: Annotated[str | None, opt("HOST:PORT", "Listen there as well; loopback without a key.")] = None,
+    state_dir: Annotated[Path | None, opt("DIR", "Where sessions are saved, in place of the config's.")] = None,
 ) -> None:
     """Serve a bundle over the OpenAI API, until SIGTERM or SIGINT.
 

@@ -18,16 +18,8 @@ service = typer.Typer(
     rich_markup_mode=None,
 )
 
-Given = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Directory that a build made; it is copied.")]
 Root = Annotated[Path, opt("DIR", "Directory to work below; another than / gets files only.")]
-Program = Annotated[Path | None, opt("FILE", "The edge-dflash that serves; default: the one that runs now.")]
-Keep = Annotated[int, opt("N", "Releases to keep, the new one included.", min=1)]
-Tcp = Annotated[bool | None, switch("--tcp/--no-tcp", "Let the unit use TCP; where it listens is in config.toml.")]
-Activation = Annotated[
-    bool | None, switch("--socket-activation/--no-socket-activation", "Let systemd hold the socket from boot on.")
-]
 Start = Annotated[bool, switch("--start/--no-start", "Start the service, and take a bad release back.")]
-Purge = Annotated[bool, switch("--purge", "Configuration, drop-ins and saved sessions as well.")]
 
 
 @service.callback(invoke_without_command=True)
@@ -38,12 +30,16 @@ def _root(context: typer.Context) -> None:
 
 @service.command("install", cls=Command, short_help="Serve a bundle; again for an upgrade.")
 def install_command(
-    bundle: Given,
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Directory that a build made; it is copied.")],
     root: Root = Path("/"),
-    program: Program = None,
-    keep: Keep = installed.KEEP,
-    tcp: Tcp = None,
-    activation: Activation = None,
+    program: Annotated[Path | None, opt("FILE", "The edge-dflash that serves; default: the one that runs now.")] = None,
+    keep: Annotated[int, opt("N", "Releases to keep, the new one included.", min=1)] = installed.KEEP,
+    tcp: Annotated[
+        bool | None, switch("--tcp/--no-tcp", "Let the unit use TCP; where it listens is in config.toml.")
+    ] = None,
+    activation: Annotated[
+        bool | None, switch("--socket-activation/--no-socket-activation", "Let systemd hold the socket from boot on.")
+    ] = None,
     start: Start = True,
     json: Json = False,
 ) -> None:
@@ -74,7 +70,11 @@ def rollback_command(root: Root = Path("/"), start: Start = True, json: Json = F
 
 
 @service.command("remove", cls=Command, short_help="Remove the service.")
-def remove_command(root: Root = Path("/"), purge: Purge = False, json: Json = False) -> None:
+def remove_command(
+    root: Root = Path("/"),
+    purge: Annotated[bool, switch("--purge", "Configuration, drop-ins and saved sessions as well.")] = False,
+    json: Json = False,
+) -> None:
     """Stop the service and remove its units and bundles; configuration and saved sessions stay without --purge.
 
     JSON keys: as of install.

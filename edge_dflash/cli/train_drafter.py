@@ -18,18 +18,15 @@ from edge_dflash.training.settings import TrainingRun
 if TYPE_CHECKING:
     from edge_dflash.training.run import TrainingResult
 
-Target = Annotated[Path | None, opt("DIR", "The target: a Hugging Face checkpoint, or a bundle.")]
-Data = Annotated[list[Path] | None, opt("FILE", "Prompts, one JSON object a line; again for a mixture.")]
-Output = Annotated[Path | None, opt("DIR", "Directory of the trained drafter.")]
-DryRun = Annotated[bool, switch("--dry-run", "Print the memory, disk and hours that it takes at most, and end.")]
-
 
 def train_drafter(
-    target: Target = None,
-    data: Data = None,
-    output: Output = None,
+    target: Annotated[Path | None, opt("DIR", "The target: a Hugging Face checkpoint, or a bundle.")] = None,
+    data: Annotated[list[Path] | None, opt("FILE", "Prompts, one JSON object a line; again for a mixture.")] = None,
+    output: Annotated[Path | None, opt("DIR", "Directory of the trained drafter.")] = None,
     *,
-    dry_run: DryRun = False,
+    dry_run: Annotated[
+        bool, switch("--dry-run", "Print the memory, disk and hours that it takes at most, and end.")
+    ] = False,
     json: Json = False,
     **flags: Any,
 ) -> None:

@@ -37,35 +37,27 @@ from edge_dflash.runner.settings import OpenOptions
 
 REPORT_CONTEXT, REPORT_TOKENS = 128, 64  # of the benchmark in a report
 
-Given = Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")]
 Prompts = Annotated[
     Path | None, opt("FILE", "JSONL of prompts; default: the demo pair's tasks for it, else some of calib/.")
 ]
-Count = Annotated[int, opt("N", "Most prompts to take.", min=1)]
-NewTokens = Annotated[int, opt("N", "Tokens to generate for each prompt.", min=1)]
-Checkpoint = Annotated[Path | None, opt("DIR", "Target checkpoint to compare with --golden.")]
-Drafter = Annotated[Path | None, opt("DIR", "Drafter checkpoint to compare with --golden, or none.")]
-Golden = Annotated[Path | None, opt("FILE", "Golden file (safetensors) for the two checkpoints.")]
-Lanes = Annotated[int | None, opt("N", "Requests at once; default: BUNDLE's lanes.", min=1, max=MOST_LANES)]
 Report = Annotated[
     Path | None, opt("FILE", "Write all that was found, a benchmark and the doctor's checks to this file.")
 ]
 QualitySource = Annotated[Path | None, opt("DIR", "Measure BUNDLE's quality against this checkpoint of its target.")]
-Plot = Annotated[Path | None, opt("FILE", "Draw that as an SVG; with --report also beside it.")]
 
 
 def verify(
-    bundle: Given = None,
+    bundle: Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")] = None,
     prompts: Prompts = None,
-    count: Count = 2,
-    max_new_tokens: NewTokens = 48,
-    checkpoint: Checkpoint = None,
-    drafter: Drafter = None,
-    golden: Golden = None,
-    lanes: Lanes = None,
+    count: Annotated[int, opt("N", "Most prompts to take.", min=1)] = 2,
+    max_new_tokens: Annotated[int, opt("N", "Tokens to generate for each prompt.", min=1)] = 48,
+    checkpoint: Annotated[Path | None, opt("DIR", "Target checkpoint to compare with --golden.")] = None,
+    drafter: Annotated[Path | None, opt("DIR", "Drafter checkpoint to compare with --golden, or none.")] = None,
+    golden: Annotated[Path | None, opt("FILE", "Golden file (safetensors) for the two checkpoints.")] = None,
+    lanes: Annotated[int | None, opt("N", "Requests at once; default: BUNDLE's lanes.", min=1, max=MOST_LANES)] = None,
     report: Report = None,
     quality: QualitySource = None,
-    plot: Plot = None,
+    plot: Annotated[Path | None, opt("FILE", "Draw that as an SVG; with --report also beside it.")] = None,
     json: Json = False,
 ) -> None:
     """Check that speculative output equals plain output, or that the reference equals a golden file.
