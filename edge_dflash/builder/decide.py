@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
 import shlex
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ from edge_dflash.bundle.manifest import EngineFiles, FileEntry, Manifest, Roundi
 from edge_dflash.bundle.parts import Part, bundle_parts, stack_bytes
 from edge_dflash.checks.footprint import read_bytes
 from edge_dflash.checks.inspect import default_chunk, prefill_ms
-from edge_dflash.common.files import check_place, is_there, open_regular
+from edge_dflash.common.files import check_place, head_of, is_there
 from edge_dflash.common.tables import encode
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.shape import MOST_LANES
@@ -138,7 +137,6 @@ def decide_native(
 
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
 _IMAGE_FILES = (FLAT_FILE, FILE)
-_HEAD = 1 << 20  # bytes of a file that its fingerprint covers, besides its size: configs whole, shards their header
 
 
 def unread_tower(target: Path, pair: PairSpec, store: PairCheckpoint, text_only: bool) -> tuple[str, ...]:
@@ -218,11 +216,9 @@ def fingerprints(target: Path, drafter: Path | None, *, sees: bool) -> tuple[tup
         names += [path.relative_to(directory).as_posix() for path in copied_files(directory)]
         names += sorted(path.name for path in directory.glob("*.safetensors"))
         for name in names:
-            with open_regular(directory / name) as file:
-                digest = hashlib.sha256(file.read(_HEAD)).hexdigest()
-                state = os.fstat(file.fileno())
-            sources.append(SourceFile("target" if model == "target" else "drafter", name, state.st_size, digest))
-            stamps[f"{model}/{name}"] = f"{state.st_size} {state.st_mtime_ns} {digest}"
+            size, time, digest = head_of(directory / name)
+            sources.append(SourceFile("target" if model == "target" else "drafter", name, size, digest))
+            stamps[f"{model}/{name}"] = f"{size} {time} {digest}"
     return tuple(sources), stamps
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -98,6 +99,16 @@ def open_regular(path: Path) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def head_of(path: Path) -> tuple[int, int, str]:
+    """Bytes of a regular file, when it was written (ns), SHA-256 of its first MiB: all of a config, a shard's header.
+
+    Raises OSError.
+    """
+    with open_regular(path) as file:
+        state = os.fstat(file.fileno())
+        return state.st_size, state.st_mtime_ns, hashlib.sha256(file.read(1 << 20)).hexdigest()
 
 
 def read_bytes(path: Path, most: int = SMALL) -> bytes:

@@ -18,7 +18,7 @@ from edge_dflash.backends.reference.dense import arithmetic
 from edge_dflash.bundle.manifest import MANIFEST, QUALITY, dump_manifest, fingerprint
 from edge_dflash.bundle.parts import write_file
 from edge_dflash.bundle.reader import Bundle, read_manifest
-from edge_dflash.common.files import LARGE, directory, locked, open_regular, read_text
+from edge_dflash.common.files import LARGE, directory, head_of, locked, read_text
 from edge_dflash.common.progress import Progress, Stage
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.replay import forced, replay
@@ -44,7 +44,6 @@ MEMORY = 6_000_000_000  # bytes, by the forecast
 _BACKEND_LOGITS = 1 << 26  # of a backend that are held at once
 _READ = 8e-9  # seconds for each value of a weight, to read and widen it
 _LAYERS = 10  # that are shown
-_HEAD = 1 << 20  # bytes of a file that its fingerprint covers, besides its size
 _FREE = ("tied", "eos_token_ids", "max_position_embeddings")  # fields in which a source may differ
 Say = Callable[[str], None]
 
@@ -108,11 +107,11 @@ class SourceModel:
         store = PairCheckpoint.open(directory, None, pair_programs(pair).weights)
         for path in sorted((*directory.glob("*.safetensors"), directory / "config.json")):
             try:
-                with open_regular(path) as file:
-                    digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(_HEAD))
-                    stamps += f"{path.stat().st_mtime_ns} "
+                size, time, head = head_of(path)
             except OSError as error:
                 raise CheckpointError(f"cannot read {path}: {error.strerror}; remove it or download it again") from None
+            digest.update(f"{path.name} {size} {head} ".encode())
+            stamps += f"{time} "
         return cls(store, digest.hexdigest(), stamps)
 
 
