@@ -2,8 +2,7 @@
 
 Frames are resized as the published processor does it: the reference is torchvision's resize of uint8 with
 antialiasing (ATen's ``_upsample_bicubic2d_aa``): weights in fixed point, along the width first, then along the
-height, each rounded to levels. Pillow's differs from it, mostly by one level. Sums are of whole numbers, so they are
-exact in any order.
+height, each rounded to levels. Pillow's differs from it, mostly by one level.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ from edge_dflash.pictures.decode import DEFAULT_LIMITS, Gate, ImageLimits, Opene
 from edge_dflash.pictures.pictured import Picture
 
 Planes = npt.NDArray[np.uint8]
-Planes32 = npt.NDArray[np.int32]
 _LONGEST = 200  # times the shorter side
 _SUPPORT = 2.0  # of the cubic filter
 _BITS = 15  # of a weight
-_PART = 1 << 17  # values that are summed at a time: half a megabyte
-_WIDE = 1 << 21  # values that are widened at a time: 8 megabytes
-_RUN = 16  # rows that follow each other, mean, from which on they are read where they lie
+_BLOCK = 32  # new rows of a product
+_PRODUCT = 1 << 18  # multiplications of a product, which NumPy's library does not spread over threads of its own
 
 
 def target_size(height: int, width: int, spec: PatchSpec) -> tuple[int, int]:
@@ -50,47 +47,33 @@ def resize(planes: Planes, size: tuple[int, int]) -> Planes:
     """Levels [channels, height, width] at another size."""
     height, width = size
     if planes.shape[2] != width:
-        planes = np.ascontiguousarray(_resize_rows(planes.transpose(0, 2, 1), width).transpose(0, 2, 1))
-    return _resize_rows(planes, height) if planes.shape[1] != height else planes
+        planes = _resized(planes.transpose(0, 2, 1), width).transpose(0, 2, 1)
+    return _resized(planes, height) if planes.shape[1] != height else planes
 
 
-def _resize_rows(planes: Planes, rows: int) -> Planes:
-    """Levels [channels, ``rows``, columns], some columns at a time: sums are four times as wide as levels."""
-    found = _weights(planes.shape[1], rows)
+def _resized(planes: Planes, rows: int) -> Planes:
+    """Levels [channels, ``rows``, columns]: products with a band of weights, some rows and columns at a time.
+
+    Levels are whole numbers, weights and sums in steps of 2^-precision: exact in any order where a mantissa holds as
+    many. Other threads run during a product.
+    """
+    first, weights, precision = _weights(planes.shape[1], rows)
+    most = 256 * int(np.abs(weights).sum(axis=1).max())
+    kind = np.float32 if most < 1 << 24 else np.float64
     out = np.empty((planes.shape[0], rows, planes.shape[2]), np.uint8)
-    columns = max(1, _WIDE // (planes.shape[0] * (planes.shape[1] + found[1].shape[1])))
-    for left in range(0, planes.shape[2], columns):
-        _sum_rows(planes[:, :, left : left + columns], out[:, :, left : left + columns], *found)
+    for begin in range(0, rows, _BLOCK):
+        end, low = min(begin + _BLOCK, rows), int(first[begin])
+        high = min(planes.shape[1], int(first[end - 1]) + weights.shape[1])
+        band = np.zeros((end - begin, high - low + weights.shape[1]), kind)
+        at = first[begin:end, None] - low + np.arange(weights.shape[1])
+        np.put_along_axis(band, at, weights[begin:end] / kind(1 << precision), axis=1)
+        columns = max(_BLOCK, _PRODUCT // band.size)
+        for left in range(0, planes.shape[2], columns):
+            part = slice(left, left + columns)
+            found = band[:, : high - low] @ planes[:, low:high, part].astype(kind)
+            found += kind(0.5)
+            out[:, begin:end, part] = np.clip(found, 0, 255, out=found)
     return out
-
-
-def _sum_rows(planes: Planes, out: Planes, first: npt.NDArray[np.int64], weights: Planes32, precision: int) -> None:
-    """Tap by tap over large parts, during which other threads run."""
-    taps = weights.shape[1]
-    levels = np.zeros((planes.shape[0], planes.shape[1] + taps, planes.shape[2]), np.int32)  # what is behind weighs 0
-    levels[:, : planes.shape[1]] = planes
-    for begin, end in _parts(first, max(1, _PART // max(1, out[:, 0].size))):
-        shape, runs = (len(out), end - begin, out.shape[2]), first[end - 1] - first[begin] == end - 1 - begin
-        total, part = np.full(shape, 1 << (precision - 1), np.int32), np.empty(shape, np.int32)
-        for tap in range(taps):
-            start = int(first[begin]) + tap
-            old = levels[:, start : start + end - begin] if runs else levels[:, first[begin:end] + tap]
-            np.multiply(old, weights[begin:end, tap, None], out=part)
-            total += part
-        total >>= precision
-        out[:, begin:end] = np.clip(total, 0, 255, out=total)
-
-
-def _parts(first: npt.NDArray[np.int64], most: int) -> list[tuple[int, int]]:
-    """Ranges of new rows, at most ``most`` each; where old rows follow each other for long, such runs."""
-    ends = [*(np.flatnonzero(np.diff(first) != 1) + 1).tolist(), len(first)]
-    if len(ends) * _RUN > len(first):
-        ends = [len(first)]
-    found, begin = [], 0
-    for end in ends:
-        found += [(at, min(at + most, end)) for at in range(begin, end, most)]
-        begin = end
-    return found
 
 
 def _weights(rows: int, wanted: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], int]:
@@ -159,7 +142,9 @@ def _patched(image: Opened, size: tuple[int, int], spec: PatchSpec) -> Picture:
     del pixels
     levels = _patches(resize(planes, size), spec)
     levels.flags.writeable = False
-    return Picture(levels, (size[0] // spec.patch, size[1] // spec.patch), spec)
+    picture = Picture(levels, (size[0] // spec.patch, size[1] // spec.patch), spec)
+    _ = picture.digest  # made here, beside other pictures
+    return picture
 
 
 def _patches(planes: npt.NDArray[np.uint8], spec: PatchSpec) -> npt.NDArray[np.uint8]:

@@ -55,7 +55,8 @@ def test_a_picture_is_not_200_times_as_long_as_it_is_wide():
 
 
 @pytest.mark.parametrize(
-    ("shape", "size"), [((3, 1080, 1920), (256, 448)), ((1, 2160, 900), (480, 160)), ((3, 90, 70), (96, 64))]
+    ("shape", "size"),
+    [((3, 1080, 1920), (256, 448)), ((1, 2160, 900), (480, 160)), ((3, 90, 70), (96, 64)), ((1, 3000, 64), (32, 64))],
 )
 def test_levels_are_torchs_at_any_ratio(shape, size):
     """Of which torchvision's are made."""
@@ -89,6 +90,7 @@ def test_the_same_picture_is_the_same_however_it_comes(tmp_path):
 def test_threads_change_no_byte():
     frames = [noise(60 + 7 * i, 80, i) for i in range(9)]
     for alone, together in zip([picture_of(f, GOLDEN) for f in frames], pictures_of(frames, GOLDEN), strict=True):
+        assert "digest" in vars(together)  # made by its thread
         assert np.array_equal(alone.levels, together.levels)
         assert alone.digest == together.digest
 
