@@ -25,7 +25,7 @@ _LONGEST = 200  # times the shorter side
 _SUPPORT = 2.0  # of the cubic filter
 _BITS = 15  # of a weight
 _BLOCK = 32  # new rows of a product
-_PRODUCT = 1 << 18  # multiplications of a product, which NumPy's library does not spread over threads of its own
+_PRODUCT = 1 << 18  # multiplications of a product: for more, NumPy's library starts threads
 
 
 def target_size(height: int, width: int, spec: PatchSpec) -> tuple[int, int]:
