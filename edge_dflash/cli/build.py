@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from inspect import signature
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +46,7 @@ Rounded = Annotated[
     Rounding | None, opt("HOW", f"How NVFP4 weights are rounded: {', '.join(ROUNDINGS)}; default: the recipe's.")
 ]
 Chunk = Annotated[int | None, opt("N", "Most prompt tokens of one pass; default: 0.1 s, and 128 or more on a GPU.")]
-Lanes = Annotated[int | None, opt("N", "Lanes that it opens with; default: the recipe's, else 1.", min=1, max=8)]
+Lanes = Annotated[int | None, opt("N", "Lanes of the bundle when it opens; default: the recipe's, or 1.", min=1, max=8)]
 TextOnly = Annotated[bool, switch("--text-only", "Leave the target's vision tower out: smaller, and no images.")]
 Quality = Annotated[bool, switch("--quality", "Measure what quantization costs, against the target's checkpoint.")]
 QualityTarget = Annotated[
@@ -92,7 +93,7 @@ def build(
     backends at the same work and keeps the faster active. Until then the kernels run it. A bundle that lacks nothing is
     left as it is; one whose plans are of another TensorRT gets new ones.
 
-    A target with a vision tower is built with it; --text-only leaves it out. Without a drafter it decodes plainly.
+    A target is built with its vision tower; --text-only leaves that out. Without a drafter the bundle decodes plainly.
     --quality-target measures what each part of a wide target costs in its format, stores those wider that save most KLD
     a byte, and writes the choice to OUTPUT.recipe.yaml for later builds. --bytes-budget spends bytes in the same order.
     A build that was stopped resumes when the same command is given again; a half-made bundle is never at --output.
@@ -102,9 +103,9 @@ def build(
     nothing_to_do (why --finish left it as it is), quality (docs/quality.md; null: not measured), mix (of a budget:
     recipe, bytes of a cycle, kld, tokens, units with their formats, curve; null: there was none), warnings.
     """
+    given = {**locals(), "finish": None, "json": False}
     if finish is not None:
-        others = (target, drafter, output, rounding, quality or None, quality_target, bytes_budget, prompts)
-        if any(one is not None for one in others):
+        if any(given[name] != one.default for name, one in signature(build).parameters.items()):
             raise RequestError("--finish BUNDLE goes alone: a bundle has its own models, recipe and sizes")
         with stages() as report:
             return _report(finish_bundle(finish, report), json)

@@ -122,7 +122,7 @@ def _show_built(bundle: Path, manifest: Manifest, units: tuple[UnitUse, ...], qu
     if (use := manifest.rounding) is not None:
         weighted = f"weighted by {use.tokens:,} tokens" if use.tokens else "unweighted"
         others = " (drafter and experts by search)" if use.by == "compensated" else ""
-        print(f"rounding: {use.rounded} weights by {use.by}{others}, {weighted}; {use.kept} as they were")
+        print(f"rounding: {use.rounded} weights by {use.by}{others}, {weighted}; {use.kept} as they came")
     if manifest.standby:
         print(_both(bundle, manifest))
 

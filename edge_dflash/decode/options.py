@@ -294,8 +294,8 @@ def admit(
         check_pictures(Pictured(prompt, tuple(pictures)), shape.image_token_id)
     used = len(prompt)
     if options.prompt_logprobs and (pictures or used == 1):
-        what = "shows images" if pictures else "is one token, which nothing comes before"
-        raise RequestError(f"log-probabilities of a prompt are asked for that {what}; give text of at least two tokens")
+        what = "shows images" if pictures else "is one token"
+        raise RequestError(f"log-probabilities of a prompt need a text of two tokens at least; this prompt {what}")
     if odd := [at for at in keep if not 0 < at < used]:
         raise RequestError(f"keep names length {odd[0]} of a prompt of {used}; give 1 to {used - 1}")
     room = shape.usable_context - used

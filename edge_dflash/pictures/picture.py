@@ -47,7 +47,7 @@ def resize(planes: Planes, size: tuple[int, int]) -> Planes:
     """Levels [channels, height, width] at another size."""
     height, width = size
     if planes.shape[2] != width:
-        planes = _resized(planes.transpose(0, 2, 1), width).transpose(0, 2, 1)
+        planes = np.ascontiguousarray(_resized(planes.transpose(0, 2, 1), width).transpose(0, 2, 1))
     return _resized(planes, height) if planes.shape[1] != height else planes
 
 
@@ -61,13 +61,14 @@ def _resized(planes: Planes, rows: int) -> Planes:
     most = 256 * int(np.abs(weights).sum(axis=1).max())
     kind = np.float32 if most < 1 << 24 else np.float64
     out = np.empty((planes.shape[0], rows, planes.shape[2]), np.uint8)
-    for begin in range(0, rows, _BLOCK):
-        end, low = min(begin + _BLOCK, rows), int(first[begin])
+    block = max(1, _BLOCK * min(planes.shape[1], 4 * rows) // planes.shape[1])  # a band is not much wider than high
+    for begin in range(0, rows, block):
+        end, low = min(begin + block, rows), int(first[begin])
         high = min(planes.shape[1], int(first[end - 1]) + weights.shape[1])
         band = np.zeros((end - begin, high - low + weights.shape[1]), kind)
         at = first[begin:end, None] - low + np.arange(weights.shape[1])
         np.put_along_axis(band, at, weights[begin:end] / kind(1 << precision), axis=1)
-        columns = max(_BLOCK, _PRODUCT // band.size)
+        columns = max(1, _PRODUCT // band.size)
         for left in range(0, planes.shape[2], columns):
             part = slice(left, left + columns)
             found = band[:, : high - low] @ planes[:, low:high, part].astype(kind)

@@ -260,10 +260,11 @@ def _of_backend(bundle: Bundle, backend: Backend, run: Run, texts: Sequence[Text
         begin = text.answer if text.answer < len(text.ids) else 1
         stop = min(len(text.ids), begin + left, backend.shape.usable_context)
         if begin < stop:
-            passes = forced(backend, text.ids[:begin], text.ids[begin:stop])
-            logits += [passed.rows.logits().copy() for passed in passes]
-            if not all(np.isfinite(some.sum()) for some in logits[-(stop - begin) :]):
-                raise VerificationError(f"logits of {bundle.manifest.backend} are not finite; build the bundle again")
+            for passed in forced(backend, text.ids[:begin], text.ids[begin:stop]):
+                logits.append(passed.rows.logits().copy())
+                if not np.isfinite(logits[-1].sum()):
+                    name = bundle.manifest.backend
+                    raise VerificationError(f"logits of the {name} backend are not finite; build the bundle again")
             rows += range(first + begin - 1, first + stop - 1)
             left -= stop - begin
         first += len(text.ids)

@@ -86,8 +86,7 @@ def make_texts(
     for task in tasks:
         if left < 2:
             break
-        task, given = (task, None) if tokenizer is None else _answered(task, tokenizer)
-        prompt = prompter.prompt(task, Options()).ids
+        prompt, given = _read(task, tokenizer, prompter)
         if not prompt or not 0 <= min(prompt) <= max(prompt) < vocabulary:
             raise RequestError(f"a prompt has no ids, or one outside 0 to {vocabulary - 1}; give ids of this model")
         if given is None:
@@ -102,27 +101,27 @@ def make_texts(
     return texts
 
 
-def _answered(task: Task, tokenizer: Tokenizer) -> tuple[Task, tuple[int, ...] | None]:
-    """A task up to the answer that it ends with, and the answer's ids; None: it ends with none.
+def _read(
+    task: Task, tokenizer: Tokenizer | None, prompter: Prompter
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Ids of a task's prompt, and of the answer that it ends with; None: it ends with none.
 
-    Parsed tool calls are spelled by the template; where it writes no answer behind the prompt, all is prompt.
+    Parsed tool calls are spelled by the template; where it writes no such answer behind the prompt, all is prompt.
     """
-    last = task[-1] if not isinstance(task, str) and len(task) > 1 else None
-    if not isinstance(last, dict) or last.get("role") != "assistant":
-        return task, None
-    end = tokenizer.eos_token_id
-    if last.get("tool_calls"):
-        parts = ((as_messages(task[:-1]), True), (as_messages(task), False))
-        prompt, whole = (
-            tokenizer.encode_chat(one or (), add_generation_prompt=asks, enable_thinking=False) for one, asks in parts
-        )
-        answer = whole[len(prompt) :]
-        if whole[: len(prompt)] != prompt or end not in answer:
-            return task, None
-        return task[:-1], answer[: len(answer) - answer[::-1].index(end)]
-    if not isinstance(last.get("content"), str):
-        return task, None
-    return task[:-1], (*tokenizer.encode_text(last["content"]), *(() if end is None else (end,)))
+    messages = as_messages(task) or ()
+    last = messages[-1] if len(messages) > 1 else None
+    if tokenizer is not None and isinstance(last, dict) and last.get("role") == "assistant":
+        end = tokenizer.eos_token_id
+        if not last.get("tool_calls") and isinstance(last.get("content"), str):
+            answer = (*tokenizer.encode_text(last["content"]), *(() if end is None else (end,)))
+            return prompter.prompt(task[:-1], Options()).ids, answer
+        for thinking in (False, True) if last.get("tool_calls") else ():
+            prompt = prompter.prompt(task[:-1], Options(thinking=thinking)).ids
+            whole = tokenizer.encode_chat(messages, add_generation_prompt=False)
+            answer = whole[len(prompt) :]
+            if whole[: len(prompt)] == prompt and end in answer:
+                return prompt, answer[: len(answer) - answer[::-1].index(end)]
+    return prompter.prompt(task, Options()).ids, None
 
 
 def places(tokenizer: Tokenizer | None, prompt: Sequence[int], answer: Sequence[int]) -> list[str]:

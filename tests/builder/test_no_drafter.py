@@ -130,7 +130,7 @@ def test_commands_take_none_for_a_drafter(bundles, tmp_path):
 def test_a_bundle_says_how_it_was_rounded(bundles, tmp_path):
     made = str(build(config_of("modelopt", tmp_path / "made", drafter=None)).bundle)
     use = read_manifest(tmp_path / "made").rounding
-    line = f"rounding: {use.rounded} weights by search, unweighted; {use.kept} as they were"
+    line = f"rounding: {use.rounded} weights by search, unweighted; {use.kept} as they came"
     shown = [CliRunner().invoke(app, ["inspect", *words]).stdout for words in ([made], [made, "--json"])]
     assert line in shown[0]
     assert last_json(shown[1])["rounding"] == {"by": "search", "rounded": use.rounded, "kept": use.kept, "tokens": 0}

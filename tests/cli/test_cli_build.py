@@ -55,6 +55,11 @@ def test_a_budget_that_means_nothing_is_one_line(refused, tmp_path, more, messag
         ("--prompts", "x"),
         ("--quality",),
         ("--rounding", "search"),
+        ("--recipe", "x"),
+        ("--arch", "sm110"),
+        ("--no-calibrate",),
+        ("--force",),
+        ("--lanes", "2"),
     ],
 )
 def test_finish_takes_no_other_option(refused, tmp_path, more):

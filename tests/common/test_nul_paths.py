@@ -71,11 +71,11 @@ def test_of_a_build(nul, tmp_path, field, kind, demo_bundle):
 
 def test_of_a_training(nul, tmp_path, demo_bundle):
     run = pytest.importorskip("edge_dflash.training.run")
-    workdir = pytest.importorskip("edge_dflash.training.workdir")
+    settings = pytest.importorskip("edge_dflash.training.settings")
     given = {"target": demo_bundle, "data": (tmp_path / "x",), "output": tmp_path / "out", "steps": 1}
     for field in ("target", "data", "output", "drafter", "recipe"):
         path = (Path(nul),) if field == "data" else Path(nul)
-        refused(lambda field=field, path=path: run.train_drafter(workdir.TrainingRun(**{**given, field: path})))
+        refused(lambda field=field, path=path: run.train_drafter(settings.TrainingRun(**{**given, field: path})))
 
 
 def test_of_an_installation(nul, tmp_path, demo_bundle):

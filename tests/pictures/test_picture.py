@@ -56,13 +56,22 @@ def test_a_picture_is_not_200_times_as_long_as_it_is_wide():
 
 @pytest.mark.parametrize(
     ("shape", "size"),
-    [((3, 1080, 1920), (256, 448)), ((1, 2160, 900), (480, 160)), ((3, 90, 70), (96, 64)), ((1, 3000, 64), (32, 64))],
+    [
+        ((3, 1080, 1920), (256, 448)),
+        ((1, 2160, 900), (480, 160)),
+        ((3, 90, 70), (96, 64)),
+        ((1, 3000, 64), (32, 64)),
+        ((3, 64, 70), (64, 64)),
+        ((1, 11, 114), (9, 11)),
+    ],
 )
 def test_levels_are_torchs_at_any_ratio(shape, size):
     """Of which torchvision's are made."""
     planes = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     wanted = torch.nn.functional.interpolate(torch.from_numpy(planes)[None], size=size, mode="bicubic", antialias=True)
-    assert np.array_equal(resize(planes, size), wanted[0].numpy())
+    found = resize(planes, size)
+    assert np.array_equal(found, wanted[0].numpy())
+    assert found.flags.c_contiguous  # patches are views of it
 
 
 def test_patches_of_a_block_are_neighbours():
@@ -73,6 +82,11 @@ def test_patches_of_a_block_are_neighbours():
     corners = [(int(row[0]), int(row[256])) for row in found.levels]
     assert corners[:8] == [(0, 0), (0, 16), (16, 0), (16, 16), (0, 32), (0, 48), (16, 32), (16, 48)]
     assert corners[12] == (32, 0)
+
+
+@pytest.mark.parametrize("size", [(64, 70), (70, 64), (480, 848), (200, 1)])
+def test_frames_of_any_size_become_patches(size):
+    assert len(picture_of(noise(*size), GOLDEN).levels) == np.prod(target_size(*size, GOLDEN)) // GOLDEN.patch**2
 
 
 def test_the_same_picture_is_the_same_however_it_comes(tmp_path):

@@ -101,7 +101,7 @@ def test_a_backends_logits_are_those_of_decoding(bundle, monkeypatch):
 def test_logits_of_a_backend_that_are_not_finite_are_said(bundle, monkeypatch):
     rows = SimpleNamespace(logits=lambda: np.full((1, 1024), np.nan, np.float32))
     monkeypatch.setattr(module, "forced", lambda *_: [SimpleNamespace(rows=rows)])
-    with pytest.raises(VerificationError, match="logits of reference are not finite"):
+    with pytest.raises(VerificationError, match="logits of the reference backend are not finite"):
         measured(bundle, tasks=TASKS[1:], backend=load(bundle))
 
 

@@ -82,14 +82,39 @@ def test_parsed_tool_calls_are_of_the_answer_as_the_template_spells_them():
     assert {"prose", "tool_calls"} <= set(text.places[text.answer :])
 
 
-def test_an_answer_that_the_template_does_not_write_behind_the_prompt_is_all_prompt(monkeypatch):
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_thinking_before_parsed_tool_calls_is_of_the_answer(name):
+    said = CALLED[1] | {"content": "<think>\nhm\n</think>\n\nOn."}
+    (text,) = make_texts([[CALLED[0], said]], family(name)[1], 1 << 20, 500, None)
+    assert {"thinking", "prose", "tool_calls"} <= set(text.places[text.answer :])
+
+
+@pytest.mark.parametrize("odd", ["start", "end"])
+def test_an_answer_that_the_template_does_not_write_behind_the_prompt_is_all_prompt(monkeypatch, odd):
     tokenizer = family("qwen3")[1]
-    whole = tokenizer.encode_chat(CALLED, enable_thinking=False)
-    monkeypatch.setattr(
-        Tokenizer, "encode_chat", lambda *_, add_generation_prompt=True, **more: (int(add_generation_prompt), 3)
-    )
+    whole, encode = tokenizer.encode_chat(CALLED, enable_thinking=False), Tokenizer.encode_chat
+
+    def changed(self, messages, **more):
+        ids = encode(self, messages, **more)
+        last = len(ids) - 1 - ids[::-1].index(self.eos_token_id)
+        return (0, *ids[1:]) if odd == "start" else (*ids[:last], *ids[last + 1 :])
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", changed)
     (text,) = make_texts([CALLED], tokenizer, 1 << 20, 500, None)
     assert (text.ids, set(text.places)) == (whole, {"prompt"})
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}, CALLED[1]], "no vision tower"),
+        ([1, CALLED[1]], "is no token id"),
+        ([CALLED[0], CALLED[1] | {"tool_calls": 7}], "tool_calls"),
+    ],
+)
+def test_odd_tasks_with_tool_calls_are_refused_by_name(task, words):
+    with pytest.raises(RequestError, match=words):
+        make_texts([task], family("qwen3")[1], 1 << 20, 500, None)
 
 
 def test_an_answer_is_generated_where_none_is_given():

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from edge_dflash.backends.cuda.kernels.source import KernelFace, Signature, structure
 from edge_dflash.backends.cuda.memory import CONTROL_BYTES, NULL, Array, DevicePointer, Matrix
 from edge_dflash.model.ops import Add, Elementwise, SwiGlu
-
-if TYPE_CHECKING:
-    pass
 
 UNIT = "cycle"
 ELEMENTWISE: Mapping[type[Elementwise], str] = {SwiGlu: "gate_columns", Add: "add_columns"}

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from edge_dflash.backends.cuda.kernels.source import KernelFace, Signature
 from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix, Norm
-
-if TYPE_CHECKING:
-    pass
 
 UNIT = "small"
 _THREADS = 256
