@@ -64,7 +64,7 @@ def test_an_accept_length_is_forced_on_a_native_bundle(native):
     work = replace(WORK, accept_length=3.0)
     found = bench_bundle(native.path, asking([1, 2, 3]), work, say=native.said.append)
     assert found.speculative.accept_length == pytest.approx(3.0)
-    block = read_manifest(native.path).block_size
+    block = read_manifest(native.path).pair.block_size
     with pytest.raises(RequestError, match=rf"is outside 1\.\.{block}"):
         bench_bundle(native.path, asking([1]), replace(WORK, accept_length=block + 1.0), say=print)
 
