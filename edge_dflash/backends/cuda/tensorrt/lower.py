@@ -98,7 +98,7 @@ def _op(net: Net, op: ops.DenseOp, inputs: list[Any], store: formats.WeightStore
         case ops.RmsNorm():
             return rms_norm(net, x, _wide(store, op.weight), op.eps, plus_one=op.plus_one)
         case ops.Add():
-            return net.elementwise(x, inputs[1], "SUM")
+            return add(net, *inputs)
         case ops.SwiGlu():
             return swiglu(net, *inputs)
         case ops.Concat():
@@ -152,6 +152,11 @@ def _normed(net: Net, x: Any, eps: float) -> Any:
     mean = net.reduce(net.elementwise(x, x, "PROD"), "AVG", keep=True)
     root = net.unary(net.elementwise(mean, net.constant(np.full((1, 1), eps, np.float32), "FLOAT"), "SUM"), "SQRT")
     return net.elementwise(x, net.unary(root, "RECIP"), "PROD")
+
+
+def add(net: Net, a: Any, b: Any) -> Any:
+    """a + b."""
+    return net.elementwise(a, b, "SUM")
 
 
 def swiglu(net: Net, gate: Any, up: Any) -> Any:
