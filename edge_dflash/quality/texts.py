@@ -112,15 +112,16 @@ def _read(
     last = messages[-1] if len(messages) > 1 else None
     if tokenizer is not None and isinstance(last, dict) and last.get("role") == "assistant":
         end = tokenizer.eos_token_id
-        if not last.get("tool_calls") and isinstance(last.get("content"), str):
+        if last.get("tool_calls"):
+            prompts = [prompter.prompt(task[:-1], Options(thinking=thinking)).ids for thinking in (False, True)]
+            whole = tokenizer.encode_chat(messages, add_generation_prompt=False)
+            for prompt in prompts:
+                answer = whole[len(prompt) :]
+                if whole[: len(prompt)] == prompt and end in answer:
+                    return prompt, answer[: len(answer) - answer[::-1].index(end)]
+        elif isinstance(last.get("content"), str):
             answer = (*tokenizer.encode_text(last["content"]), *(() if end is None else (end,)))
             return prompter.prompt(task[:-1], Options()).ids, answer
-        for thinking in (False, True) if last.get("tool_calls") else ():
-            prompt = prompter.prompt(task[:-1], Options(thinking=thinking)).ids
-            whole = tokenizer.encode_chat(messages, add_generation_prompt=False)
-            answer = whole[len(prompt) :]
-            if whole[: len(prompt)] == prompt and end in answer:
-                return prompt, answer[: len(answer) - answer[::-1].index(end)]
     return prompter.prompt(task, Options()).ids, None
 
 
